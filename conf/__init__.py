@@ -1,0 +1,1 @@
+"""The Hydra vocabulary: groups that recipes are written with."""

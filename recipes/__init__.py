@@ -1,0 +1,1 @@
+"""The recipes: one YAML each, with the modules and data they use."""
