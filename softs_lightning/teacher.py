@@ -94,7 +94,9 @@ class Teacher:
             return self.source
         module = self.source()
         if not isinstance(module, nn.Module):
-            raise TypeError(f"the teacher factory {self.source!r} returned {type(module).__name__}, not a module")
+            raise TypeError(
+                f"the teacher factory {self.source!r} returned {type(module).__name__}, not a module"
+            )
         return module
 
     def place(
@@ -236,7 +238,9 @@ def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]
         )
     if not kwargs:
         takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
-        raise TypeError(f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}")
+        raise TypeError(
+            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
+        )
     return (), kwargs
 
 
