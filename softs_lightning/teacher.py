@@ -77,6 +77,8 @@ class Teacher:
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
+        if not isinstance(source, nn.Module):
+            _refuse_required_arguments(source)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
         self.source = source
@@ -250,6 +252,21 @@ def unwrap(module: nn.Module) -> nn.Module:
         if path and not strip_wrappers(path):
             module = inner
     return module
+
+
+def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", repr(factory))
+        raise TypeError(
+            f"the teacher factory {name}{signature} is called without arguments, and {error}: wrap it, as in "
+            f"functools.partial({name}, ...)"
+        ) from None
 
 
 def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
