@@ -157,6 +157,10 @@ class DistillationCallback(Callback):
             bound = nn.ModuleList(
                 BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in self.pairs
             )
+            for entry in bound:
+                assert isinstance(entry, BoundPair)
+                assert self.teacher.module is not None
+                entry.bind(pl_module, self.teacher.module)
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):

@@ -30,7 +30,8 @@ class Pair:
         student: product_id of the student's, named from the LightningModule. Both select the same
             number of activations, which meet in order (inputs first, then outputs); several sum up.
         loss: any ``loss(student, teacher) -> scalar``: an ``nn.Module`` such as ``nn.MSELoss()`` or a
-            function. One that takes ``mask`` or ``batch`` gets them by keyword. Both sides arrive in
+            function. One that takes ``mask`` or ``batch`` gets them by keyword, one with a method
+            ``bind(student, teacher)`` is shown both models before training. Both sides arrive in
             float32 at least, outside autocast.
         weight: multiplies the term.
         projector: applied to the student's activation first: ``None``, ``"linear"`` (an
@@ -143,6 +144,12 @@ class BoundPair(nn.Module):
             self.projectors.extend(_linear(pair, s, t) for s, t in zip(student, teacher, strict=True))
         elif isinstance(pair.projector, nn.Module):
             self.projectors.append(copy.deepcopy(pair.projector))
+
+    def bind(self, student: nn.Module, teacher: nn.Module) -> None:
+        """Show both models to a loss that asks for them with a ``bind`` method (a head's weights, say)."""
+        bind = getattr(self.loss, "bind", None)
+        if bind is not None:
+            bind(student, teacher)
 
     def project(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The student's activations in the teacher's terms."""

@@ -652,3 +652,23 @@ def test_pairs_of_one_name_are_refused() -> None:
         DistillationCallback(make_teacher(), [logits(), logits()])
     with pytest.raises(ValueError, match="pairs is empty"):
         DistillationCallback(make_teacher(), [])
+
+
+def test_a_loss_with_bind_is_shown_both_models() -> None:
+    class Bound(nn.Module):
+        models: tuple[Any, ...] = ()
+
+        def bind(self, student: nn.Module, teacher: nn.Module) -> None:
+            Bound.models = (student, teacher)
+
+        def forward(self, s: Tensor, t: Tensor) -> Tensor:
+            return F.mse_loss(s, t)
+
+    student, teacher = make_student(), make_teacher()
+    trainer(DistillationCallback(teacher, [logits_with(Bound())])).fit(student, loader())
+    assert Bound.models[0] is student
+    assert Bound.models[1] is teacher
+
+
+def logits_with(loss: Any) -> Pair:
+    return Pair(teacher="outputs[3]", student="outputs[net]", loss=loss, name="logits")
