@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CASES", "Case", "MLP", "ResNet", "mlp", "resnet", "seeded"]
+__all__ = ["CASES", "MLP", "Case", "ResNet", "mlp", "resnet", "seeded"]
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
