@@ -9,6 +9,7 @@ whose state is not restored yet, and joins the training step; ``teardown`` or ``
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
 from softs_lightning.selectors import resolve_spec
-from softs_lightning.step import Distillation, DistilledStep
+from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 
 __all__ = ["DistillationCallback"]
@@ -47,6 +48,9 @@ class DistillationCallback(Callback):
         teacher_inputs: ``teacher_inputs(batch)`` gives what the teacher is called with, where its
             own signature does not say it; see :func:`softs_lightning.teacher.feed`.
         early_exit: stop the teacher's forward when the last product is captured.
+        every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
+        manual: for modules with manual optimization: their ``training_step`` adds
+            ``distillation_loss(batch)`` to its own loss.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
             default the first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
@@ -60,7 +64,7 @@ class DistillationCallback(Callback):
 
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
-            manual optimization, ``dataloader_iter`` steps, strategies other than one device and
+            manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other than one device and
             DDP, no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
@@ -99,6 +103,8 @@ class DistillationCallback(Callback):
         task_weight: float = 1.0,
         teacher_inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
+        every_n_steps: int = 1,
+        manual: bool = False,
         example_batch: Any = None,
         copy: bool = False,
         prog_bar: bool = False,
@@ -115,6 +121,14 @@ class DistillationCallback(Callback):
             self.teacher = Teacher(teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy)
         self.name = name
         self.task_weight = float(task_weight)
+        if not math.isfinite(self.task_weight):
+            raise ValueError(f"task_weight must be finite, got {task_weight}")
+        if manual and self.task_weight != 1.0:
+            raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
+        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
+        self.every_n_steps = every_n_steps
+        self.manual = manual
         self.example_batch = example_batch
         self.prog_bar = prog_bar
         self._open = ExitStack()  # undoes whatever a fit has put in place
@@ -207,12 +221,14 @@ class DistillationCallback(Callback):
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._closing_on_error():
             enrol(pl_module, trainer.optimizers)
-            share = Distillation(
+            share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
                 pl_module,
                 [b for b in self._bound if isinstance(b, BoundPair)],
                 task_weight=self.task_weight,
+                every_n_steps=self.every_n_steps,
+                clock=lambda: (trainer.global_step, trainer.current_epoch),
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
@@ -227,6 +243,42 @@ class DistillationCallback(Callback):
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
         return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+
+    def distillation_loss(self, batch: Any) -> Tensor:
+        """The weighted sum of the terms, for a ``training_step`` that optimizes manually (``manual=True``).
+
+        Call it after the student's forward, inside ``training_step``: it runs the teacher on `batch`
+        and compares with what the student did since the step began, or since the last call. Where
+        no term is on in this step it is zero.
+
+        Raises:
+            RuntimeError: outside the training step of the fit, or when the callback adds its loss itself.
+
+        Example::
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                loss = self.loss(self(batch[0]), batch[1]) + self.distillation.distillation_loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+        """
+        if not self.manual:
+            raise RuntimeError(
+                "this callback adds its loss by itself; distillation_loss is for manual optimization, with manual=True"
+            )
+        if not isinstance(self._share, ManualDistillation):
+            raise RuntimeError(
+                "distillation_loss(batch) is for the training_step of a fit, and none is running"
+            )
+        return self._share.now(batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(self._share, ManualDistillation) and not self._share.asked:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} optimizes manually and its training_step never called "
+                f"distillation_loss(batch) of the distillation {self.name!r}, so nothing was distilled in this epoch"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before callbacks that put an average of the weights in their place: a checkpoint written

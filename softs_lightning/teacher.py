@@ -153,6 +153,11 @@ class Teacher:
         self.module = self._catcher = self._give_back = None
         self._modules = []
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where its products end up; ``None`` for where it happens to run."""
+        return self._require()[1].device
+
     def check(self, spec: ProductSpec) -> None:
         """Raise ``KeyError`` for a name that is not in the teacher."""
         self._require()[1].for_product(spec)
