@@ -19,6 +19,9 @@ from softs_lightning.schedules import Constant, Schedule, as_schedule
 
 __all__ = ["BoundPair", "Loss", "Mask", "Pair"]
 
+METRICS = ("agreement", "kl", "cosine", "cka")
+"""What can be reported of a pair on validation batches, see :mod:`softs_lightning.metrics`."""
+
 Loss = Callable[..., Tensor]
 Mask = bool | str | Callable[[Any], Tensor | None]
 
@@ -48,6 +51,9 @@ class Pair:
             a string another key, a function is given the batch, ``False`` masks nothing.
         schedules: attributes of the loss that follow a schedule, as in
             ``{"temperature": Linear(8, 1, over=1000)}``.
+        metrics: what a callback with ``validate=True`` reports beside the term: any of
+            ``"agreement"``, ``"kl"`` (for logits), ``"cosine"``, ``"cka"``. By default cosine and CKA
+            where the shapes allow them, and for a loss with a temperature all four.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast.
@@ -72,6 +78,7 @@ class Pair:
         name: str | None = None,
         mask: Mask = True,
         schedules: Mapping[str, float | Schedule] | None = None,
+        metrics: Sequence[str] | None = None,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
@@ -80,6 +87,7 @@ class Pair:
         self.projector = projector
         self.mask = mask
         self.schedules = dict(schedules or {})
+        self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
 
@@ -111,9 +119,21 @@ class Pair:
                     f"follow a schedule; it has {has or 'none'}"
                 )
         self._validate_projector()
+        self._validate_metrics()
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
+            )
+
+    def _validate_metrics(self) -> None:
+        for name in self.metrics or ():
+            if name not in METRICS:
+                raise ValueError(
+                    f"pair {self.name!r}: there is no metric {name!r}; there are {', '.join(map(repr, METRICS))}"
+                )
+        if len(self.student) > 1 and "cka" in (self.metrics or ()):
+            raise ValueError(
+                f"pair {self.name!r}: 'cka' compares one activation with one: write a pair for each layer"
             )
 
     def _validate_projector(self) -> None:
@@ -261,10 +281,11 @@ class BoundPair(nn.Module):
         if "batch" in self.wants:
             extras["batch"] = batch
         if "mask" in self.wants:
-            extras["mask"] = self._mask(value, batch)
+            extras["mask"] = self.mask(value, batch)
         return extras
 
-    def _mask(self, value: Tensor, batch: Any) -> Tensor | None:
+    def mask(self, value: Tensor, batch: Any) -> Tensor | None:
+        """Which entries of the student's activation `value` count: what the pair's ``mask`` finds in the batch."""
         choice = self.pair.mask
         if choice is False:
             return None

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import strip_wrappers
+from softs_lightning.transfer import map_tensors
 
 __all__ = ["Cost", "Teacher", "feed"]
 
@@ -55,6 +57,8 @@ class Teacher:
             is fed by the teacher's own signature, see :func:`feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
+        dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
+            and outside autocast, whatever the precision of the training is.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -75,6 +79,7 @@ class Teacher:
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         copy: bool = False,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
@@ -86,6 +91,7 @@ class Teacher:
         self.inputs = inputs
         self.early_exit = early_exit
         self.copy = copy
+        self.dtype = _floating(dtype)
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
@@ -122,6 +128,8 @@ class Teacher:
             ValueError: when teacher and student share parameters.
         """
         self.release()
+        if self.dtype is not None:
+            convert = partial(_to_dtype, dtype=self.dtype)
         module = self.build()
         if student is not None:
             _refuse_shared(module, student)
@@ -177,8 +185,26 @@ class Teacher:
         args, kwargs = self.arguments(batch)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
         with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
-            catcher.run(*args, **kwargs)
+            if self.dtype is None:
+                catcher.run(*args, **kwargs)
+            else:
+                self._run_in_own_dtype(catcher, args, kwargs)
         return buffer
+
+    def _run_in_own_dtype(
+        self, catcher: ModelIOCatcher, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        assert self.dtype is not None
+        dtype = self.dtype
+        args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        kind = "cpu" if catcher.device is None else catcher.device.type
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # "true" precisions of the student change it
+        try:
+            with torch.autocast(kind, enabled=False):
+                catcher.run(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
@@ -259,6 +285,19 @@ def unwrap(module: nn.Module) -> nn.Module:
         if path and not strip_wrappers(path):
             module = inner
     return module
+
+
+def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"the teacher's dtype must be a floating point type such as 'bfloat16', got {dtype!r}"
+        )
+    return found
+
+
+def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return module.to(dtype)
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
