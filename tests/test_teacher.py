@@ -217,7 +217,7 @@ def test_types_that_are_none_are_refused() -> None:
 def test_a_dynamically_quantised_teacher() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.ao moves to torchao
+        warnings.simplefilter("ignore")  # torch.ao is moving to torchao, and says so in several ways
         quantised = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
     teacher = Teacher(quantised)
     teacher.place("cpu")
