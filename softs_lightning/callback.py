@@ -47,7 +47,7 @@ class DistillationCallback(Callback):
         name: prefix of the logged terms and key of the callback's state; one for each callback.
         task_weight: multiplies the loss that the student's ``training_step`` returns.
         teacher_inputs: ``teacher_inputs(batch)`` gives what the teacher is called with, where its
-            own signature does not say it; see :func:`softs_lightning.teacher.feed`.
+            own signature does not say it; see :func:`softs_lightning.feeding.feed`.
         early_exit: stop the teacher's forward when the last product is captured.
         teacher_dtype: run the teacher in this floating point type, whatever the precision of the
             training is; by default the trainer's precision applies to it as to the student.

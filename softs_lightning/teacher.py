@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import strip_wrappers
 from softs_lightning.transfer import map_tensors
 
-__all__ = ["Cost", "Teacher", "feed"]
+__all__ = ["Cost", "Teacher"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Teacher:
             called only when a fit begins, so that validating, testing and predicting never load the teacher.
         inputs: ``inputs(batch)`` gives what the teacher is called with: a mapping is passed by
             keyword, a tuple by position, anything else as the only argument. Without it the batch
-            is fed by the teacher's own signature, see :func:`feed`.
+            is fed by the teacher's own signature, see :func:`softs_lightning.feeding.feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
         dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
@@ -95,6 +95,7 @@ class Teacher:
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
+        self._takes: Takes | None = None
         self._give_back: Callable[[], None] | None = None
 
     def build(self) -> nn.Module:
@@ -158,7 +159,7 @@ class Teacher:
             self._catcher.detach_hooks()
         if self._give_back is not None:
             self._give_back()
-        self.module = self._catcher = self._give_back = None
+        self.module = self._catcher = self._give_back = self._takes = None
         self._modules = []
 
     @property
@@ -210,7 +211,9 @@ class Teacher:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
         module = self._require()[0]
         if self.inputs is None:
-            return feed(module, batch)
+            if self._takes is None and not isinstance(batch, torch.Tensor):
+                self._takes = Takes.of(module)
+            return feed(module, batch, self._takes)
         given = self.inputs(batch)
         if isinstance(given, Mapping):
             return (), dict(given)
@@ -232,59 +235,6 @@ class Teacher:
         if self.module is None or self._catcher is None:
             raise RuntimeError("the teacher is not placed: call place() first, or let a fit do it")
         return self.module, self._catcher
-
-
-def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Choose what of a batch a model is called with, by the signature of its forward.
-
-    A mapping gives the keys that ``forward`` takes by name, never ``labels``; a tuple or list gives
-    its first element (which may be a mapping in turn); anything else is the only argument.
-
-    Returns:
-        (args, kwargs) for the call.
-
-    Raises:
-        TypeError: when a required argument is not in the batch, or none of its keys is an argument.
-
-    >>> class Net(nn.Module):
-    ...     def forward(self, x, scale=1.0): return x * scale
-    >>> feed(Net(), {"x": 2, "labels": 1, "other": 0})
-    ((), {'x': 2})
-    >>> feed(Net(), [2, 1])
-    ((2,), {})
-    """
-    if isinstance(batch, (tuple, list)):
-        if not batch:
-            raise TypeError("the batch is empty: the teacher cannot be called")
-        return feed(module, batch[0]) if isinstance(batch[0], Mapping) else ((batch[0],), {})
-    if not isinstance(batch, Mapping):
-        return (batch,), {}
-    inner = unwrap(module)
-    name = type(inner).__name__
-    keys = ", ".join(map(repr, batch)) or "no keys"
-    way_out = "pass teacher_inputs=lambda batch: ... to say what the teacher is called with"
-    parameters = inspect.signature(inner.forward).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kwargs = {p.name: batch[p.name] for p in named if p.name in batch and p.name != "labels"}
-    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
-    if missing:
-        raise TypeError(
-            f"{name}.forward requires {', '.join(map(repr, missing))}, but the batch has {keys}: {way_out}"
-        )
-    if not kwargs:
-        takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
-        raise TypeError(
-            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
-        )
-    return (), kwargs
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside wrappers such as ``torch.compile``'s and ``DistributedDataParallel``."""
-    for path, inner in module.named_modules():
-        if path and not strip_wrappers(path):
-            module = inner
-    return module
 
 
 def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, BertConfig, BertModel
 
 from softs_lightning import ProductSpec, Teacher
-from softs_lightning.teacher import feed
+from softs_lightning.feeding import feed
 
 
 def net() -> nn.Sequential:
