@@ -51,6 +51,8 @@ class DistillationCallback(Callback):
         early_exit: stop the teacher's forward when the last product is captured.
         teacher_dtype: run the teacher in this floating point type, whatever the precision of the
             training is; by default the trainer's precision applies to it as to the student.
+        compile_teacher: compile the teacher's part before the exit as one graph; a string names the
+            backend of ``torch.compile``.
         every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
         manual: for modules with manual optimization: their ``training_step`` adds
             ``distillation_loss(batch)`` to its own loss.
@@ -109,6 +111,7 @@ class DistillationCallback(Callback):
         teacher_inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         teacher_dtype: torch.dtype | str | None = None,
+        compile_teacher: bool | str = False,
         every_n_steps: int = 1,
         manual: bool = False,
         validate: bool = False,
@@ -121,14 +124,21 @@ class DistillationCallback(Callback):
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
         if isinstance(teacher, Teacher):
-            if teacher_inputs is not None or early_exit is not True or copy or teacher_dtype is not None:
+            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher
+            if given != (None, True, False, None, False):
                 raise ValueError(
-                    "give teacher_inputs, early_exit, teacher_dtype and copy to the Teacher that you pass"
+                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy) goes "
+                    "to the Teacher that you pass"
                 )
             self.teacher = teacher
         else:
             self.teacher = Teacher(
-                teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy, dtype=teacher_dtype
+                teacher,
+                inputs=teacher_inputs,
+                early_exit=early_exit,
+                copy=copy,
+                dtype=teacher_dtype,
+                compile=compile_teacher,
             )
         self.name = name
         self.task_weight = float(task_weight)

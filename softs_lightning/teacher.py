@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,9 @@ from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
 from softs_lightning.transfer import map_tensors
+
+if TYPE_CHECKING:
+    from softs_lightning.compiled import CompiledPrefix
 
 __all__ = ["Cost", "Teacher"]
 
@@ -59,6 +63,8 @@ class Teacher:
         copy: capture copies, for teachers that write into their activations in place.
         dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
             and outside autocast, whatever the precision of the training is.
+        compile: compile the part before the exit as one graph (:mod:`softs_lightning.compiled`), by
+            ``torch.compile``'s default backend or the one named.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -80,7 +86,10 @@ class Teacher:
         early_exit: bool = True,
         copy: bool = False,
         dtype: torch.dtype | str | None = None,
+        compile: bool | str = False,
     ) -> None:
+        if compile and copy:
+            raise ValueError("a compiled teacher keeps no copies: leave copy out, or compile")
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
         if not isinstance(source, nn.Module):
@@ -92,10 +101,12 @@ class Teacher:
         self.early_exit = early_exit
         self.copy = copy
         self.dtype = _floating(dtype)
+        self.compile = compile
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
         self._takes: Takes | None = None
+        self._prefixes: dict[ProductSpec, CompiledPrefix] = {}
         self._give_back: Callable[[], None] | None = None
 
     def build(self) -> nn.Module:
@@ -157,6 +168,9 @@ class Teacher:
         """Remove the hooks and give the user's module back as it was. Calling it again changes nothing."""
         if self._catcher is not None:
             self._catcher.detach_hooks()
+        for prefix in self._prefixes.values():
+            prefix.close()
+        self._prefixes = {}
         if self._give_back is not None:
             self._give_back()
         self.module = self._catcher = self._give_back = self._takes = None
@@ -185,27 +199,34 @@ class Teacher:
             module.eval()
         args, kwargs = self.arguments(batch)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
-        with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
+        with torch.no_grad():
             if self.dtype is None:
-                catcher.run(*args, **kwargs)
-            else:
-                self._run_in_own_dtype(catcher, args, kwargs)
+                return self._run(spec, args, kwargs)
+            dtype = self.dtype
+            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+            with _working_in(dtype, catcher.device):
+                return self._run(spec, args, kwargs)
+
+    def _run(self, spec: ProductSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+        module, catcher = self._require()
+        if self.compile:
+            return self._prefix(module, spec)(*args, **kwargs)
+        with catcher.for_product(spec, early_exit=self.early_exit) as buffer:
+            catcher.run(*args, **kwargs)
         return buffer
 
-    def _run_in_own_dtype(
-        self, catcher: ModelIOCatcher, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        assert self.dtype is not None
-        dtype = self.dtype
-        args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-        kind = "cpu" if catcher.device is None else catcher.device.type
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)  # "true" precisions of the student change it
-        try:
-            with torch.autocast(kind, enabled=False):
-                catcher.run(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(default)
+    def _prefix(self, module: nn.Module, spec: ProductSpec) -> CompiledPrefix:
+        if spec not in self._prefixes:
+            from softs_lightning.compiled import CompiledPrefix  # its compiler takes seconds to import
+
+            backend = self.compile if isinstance(self.compile, str) else "inductor"
+            self._prefixes[spec] = CompiledPrefix(module, spec, backend=backend, early_exit=self.early_exit)
+        return self._prefixes[spec]
+
+    @property
+    def compilations(self) -> int:
+        """How many graphs were compiled for this teacher since it was placed."""
+        return sum(prefix.compilations for prefix in self._prefixes.values())
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
@@ -244,6 +265,18 @@ def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
             f"the teacher's dtype must be a floating point type such as 'bfloat16', got {dtype!r}"
         )
     return found
+
+
+@contextmanager
+def _working_in(dtype: torch.dtype, device: torch.device | None) -> Iterator[None]:
+    """No autocast, and `dtype` for what the model makes anew: "true" precisions of a trainer change it."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu" if device is None else device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -568,7 +568,7 @@ def test_a_teacher_object_is_used_as_it_is() -> None:
     teacher = Teacher(make_teacher(), early_exit=False)
     callback = DistillationCallback(teacher, [logits()])
     assert callback.teacher is teacher
-    with pytest.raises(ValueError, match="to the Teacher that you pass"):
+    with pytest.raises(ValueError, match="goes to the Teacher that you pass"):
         DistillationCallback(teacher, [logits()], early_exit=False)
 
 
