@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
 from softs_lightning.auxiliary import Auxiliary, enrol, weights
+from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
@@ -56,6 +57,7 @@ class DistillationCallback(Callback):
             ``distillation_loss(batch)`` to its own loss.
         validate: run the teacher on validation batches too, and report there each term as
             ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
+        balance: find factors for the terms in training, see :mod:`softs_lightning.balancing`.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
             default the first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
@@ -113,6 +115,7 @@ class DistillationCallback(Callback):
         every_n_steps: int = 1,
         manual: bool = False,
         validate: bool = False,
+        balance: Balance | None = None,
         example_batch: Any = None,
         copy: bool = False,
         prog_bar: bool = False,
@@ -149,6 +152,13 @@ class DistillationCallback(Callback):
         self.every_n_steps = every_n_steps
         self.manual = manual
         self.validate = validate
+        if balance is not None and not isinstance(balance, Balance):
+            raise TypeError(f"balance must be a softs_lightning.balancing.Balance or None, got {balance!r}")
+        if manual and balance is not None and balance.needs_task:
+            raise ValueError(
+                f"{type(balance).__name__} looks at the task's loss, which manual=True does not show it"
+            )
+        self.balance = balance
         self.example_batch = example_batch
         self.prog_bar = prog_bar
         self._attached = Attachment(self)
@@ -203,6 +213,8 @@ class DistillationCallback(Callback):
                 assert isinstance(entry, BoundPair)
                 assert self.teacher.module is not None
                 entry.bind(pl_module, self.teacher.module)
+            if self.balance is not None:
+                bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
@@ -226,6 +238,7 @@ class DistillationCallback(Callback):
                 task_weight=self.task_weight,
                 every_n_steps=self.every_n_steps,
                 clock=lambda: (trainer.global_step, trainer.current_epoch),
+                balance=next((b for b in self._bound if isinstance(b, Balance)), None),
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )

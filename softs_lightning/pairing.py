@@ -54,6 +54,9 @@ class Pair:
         metrics: what a callback with ``validate=True`` reports beside the term: any of
             ``"agreement"``, ``"kl"`` (for logits), ``"cosine"``, ``"cka"``. By default cosine and CKA
             where the shapes allow them, and for a loss with a temperature all four.
+        over_ranks: for losses that average over the tokens of their mask: average over those of all
+            ranks of this batch, so that ranks with fewer tokens do not count more. By default each
+            rank's average counts alike, as it does for the user's own loss.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast.
@@ -72,13 +75,14 @@ class Pair:
         self,
         teacher: str | ProductSpec,
         student: str | ProductSpec,
-        loss: Loss,
+        loss: nn.Module | Loss,
         weight: float | Schedule = 1.0,
         projector: str | nn.Module | ProjectorFactory | None = None,
         name: str | None = None,
         mask: Mask = True,
         schedules: Mapping[str, float | Schedule] | None = None,
         metrics: Sequence[str] | None = None,
+        over_ranks: bool = False,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
@@ -87,6 +91,7 @@ class Pair:
         self.projector = projector
         self.mask = mask
         self.schedules = dict(schedules or {})
+        self.over_ranks = over_ranks
         self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
@@ -247,7 +252,10 @@ class BoundPair(nn.Module):
             with torch.autocast(mine.device.type, enabled=False):
                 dtype = torch.promote_types(torch.promote_types(mine.dtype, its.dtype), torch.float32)
                 raised = mine.to(dtype), its.to(mine.device, dtype)
-                term = self.loss(*raised, **self._extras(mine, batch))
+                extras = self._extras(mine, batch)
+                term = self.loss(*raised, **extras)
+                if self.pair.over_ranks:
+                    term = term * _share_of_ranks(extras.get("mask"), mine)
             total = term if total is None else total + term
         assert total is not None
         if not isinstance(total, Tensor) or total.numel() != 1:
@@ -304,6 +312,20 @@ class BoundPair(nn.Module):
         if mask is not None and not isinstance(mask, Tensor):
             raise TypeError(f"pair {self.pair.name!r}: the mask is {describe(mask)}, not a tensor")
         return mask
+
+
+def _share_of_ranks(mask: Tensor | None, value: Tensor) -> Tensor | float:
+    """This rank's tokens over the average of all ranks: what turns a mean of means into a mean over all."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1.0
+    count = (
+        value.new_tensor(value[..., 0].numel(), dtype=torch.float64) if mask is None else mask.sum().double()
+    )
+    everyone = count.clone()
+    torch.distributed.all_reduce(everyone)
+    return (count * torch.distributed.get_world_size() / everyone.clamp_min(1)).to(
+        torch.promote_types(value.dtype, torch.float32)
+    )
 
 
 def _made(pair: Pair, make: ProjectorFactory, student: torch.Size, teacher: torch.Size) -> nn.Module:
