@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,17 @@ class DistillationCallback(Callback):
             raise ValueError(f"task_weight must be finite, got {task_weight}")
         if manual and self.task_weight != 1.0:
             raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
-        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        flags = {
+            "early_exit": early_exit,
+            "manual": manual,
+            "validate": validate,
+            "copy": copy,
+            "prog_bar": prog_bar,
+        }
+        for flag, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{flag} must be True or False, got {value!r}")
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self.manual = manual
@@ -394,6 +404,8 @@ class DistillationCallback(Callback):
 
 
 def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"pairs must be a list of Pair objects, got {pairs!r}")
     pairs = list(pairs)
     if not pairs:
         raise ValueError("pairs is empty: there is nothing to distil")

@@ -54,10 +54,15 @@ def measure(
     if not measured:
         return {}, {}
     batch = first_batch(trainer) if example_batch is None else example_batch
+    side, way_out = (
+        "student",
+        "Pass a module as the projector, or example_batch= if it is the batch that does not fit",
+    )
     try:
         ours = rehearse(
             pl_module, batch, ProductSpec.union(pair.student for pair in measured), trainer=trainer
         )
+        side, way_out = "teacher", "teacher_inputs= says what of a batch it is called with"
         with trainer.precision_plugin.forward_context():
             theirs = teacher.supply(
                 _prepared(batch, pl_module, trainer), ProductSpec.union(pair.teacher for pair in measured)
@@ -69,8 +74,7 @@ def measure(
     except Exception as error:
         named = ", ".join(repr(pair.name) for pair in measured)
         raise MisconfigurationException(
-            f"the dry run that finds the sizes of the projectors of {named} failed: {error}. "
-            "Pass a module as the projector, or example_batch= if it is the batch that does not fit"
+            f"the dry run of the {side} that finds the sizes of the projectors of {named} failed: {error}. {way_out}"
         ) from error
 
 
