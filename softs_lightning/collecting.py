@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from softs_lightning.names import quoted
+from softs_lightning.product import element
 from softs_lightning.recorders import (
     DECLARATION,
     OutputRecorder,
     Recorded,
     configured,
     declared,
-    element,
     find_recorded,
     own_modules,
 )
@@ -59,6 +59,7 @@ class _Record:
             self.kept = {at % expected for at in positions}
         self.values: list[Any] = []
         self.ran: set[str] = set()
+        self.something = False
         self.nothing: list[str] = []  # modules that gave None
 
     def add(self, value: Any) -> None:
@@ -102,6 +103,7 @@ class _Call:
                 continue
             self._check_gradient(key, path, value)
             record.add(value)
+            record.something = True
 
     def _check_gradient(self, key: str, path: str, value: Any) -> None:
         # Under no_grad in a forward that is not: a re-entrant checkpoint, or a part of the model frozen on purpose.
@@ -118,7 +120,7 @@ class _Call:
 
     def results(self, model: nn.Module) -> dict[str, tuple[Any, ...]]:
         for record in self.records.values():
-            if len(record.nothing) == len(record.ran):
+            if not record.something:
                 raise RuntimeError(_why_nothing(model, record))
             if len(record.ran) < record.modules and has_compiled(model):
                 raise RuntimeError(_why_nothing(model, record))
@@ -160,7 +162,7 @@ def _why_nothing(model: nn.Module, record: _Record) -> str:
         how = f"this model has {implementation!r}" if implementation else "others do not compute them"
         return (
             f"{record.name}: {quoted(record.nothing[:3])} gave None. If these are attention weights, build the model "
-            f'with attn_implementation="eager": {how}'
+            f'with attn_implementation="eager": {how}; nn.MultiheadAttention wants need_weights=True'
         )
     return (
         f"{record.name}: {len(record.ran) or 'none'} of the {record.modules} modules that {type(model).__name__} "

@@ -30,7 +30,6 @@ __all__ = [
     "Recorded",
     "configured",
     "declared",
-    "element",
     "find_recorded",
     "own_modules",
     "ties_last_hidden_state",
@@ -100,24 +99,6 @@ class Recorded:
     path: str
     module: nn.Module
     recorder: OutputRecorder
-
-
-def element(value: Any, index: int) -> Any:
-    """The element of what a module returned: of a tuple, a list or a ``ModelOutput``; other values are whole.
-
-    Raises:
-        IndexError: when there is no such element; the message says what is there.
-
-    >>> element(("hidden", "weights"), 1), element("hidden", 1)
-    ('weights', 'hidden')
-    """
-    sequence = value.to_tuple() if hasattr(value, "to_tuple") else value
-    if not isinstance(sequence, (tuple, list)):
-        return value
-    try:
-        return sequence[index]
-    except IndexError:
-        raise IndexError(f"there is no element {index} in {describe(sequence)}") from None
 
 
 def declares(module: nn.Module) -> bool:
