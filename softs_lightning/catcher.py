@@ -142,9 +142,7 @@ class _Tap:
 
     def arm(self, session: _Session, key: Key) -> None:
         if _dynamo_loaded() and "deliver" not in self.__dict__:
-            # Compiled code may check whether to deliver, but must not trace into the buffer.
-            disable: Callable[..., Any] = torch.compiler.disable
-            self.__dict__["deliver"] = disable(self._deliver)
+            self.__dict__["deliver"] = _outside_graphs(self._deliver)
         if self.session is not session:
             self.session, self.keys = session, []
             session.taps.append(self)
@@ -435,6 +433,19 @@ def _still_there(model: nn.Module, target: Target) -> bool:
 
 def _dynamo_loaded() -> bool:
     return "torch._dynamo" in sys.modules
+
+
+def _outside_graphs(deliver: Callable[..., None]) -> Any:
+    """Compiled code may check whether to deliver, but must not trace into the buffer."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    reason = (
+        "ModelIOCatcher captures here, which fullgraph=True rules out: compile without it, or capture from the "
+        "model that is not compiled"
+    )
+    try:
+        return disable(deliver, reason=reason)
+    except TypeError:  # torch 2.6 takes no reason
+        return disable(deliver)
 
 
 def _has_compiled(model: nn.Module) -> bool:
