@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.caches import without_caches
 from softs_lightning.capture import Capture
 from softs_lightning.product import Item, Kind, ProductSpec, parse_io_spec
 from softs_lightning.selectors import Target, resolve_module, resolve_spec
@@ -52,12 +53,12 @@ class _Session:
     def __init__(
         self,
         spec: ProductSpec,
-        targets: dict[str, Target],
+        buffer: Capture,
         device: torch.device | None,
         early_exit: bool,
         copy: bool,
     ) -> None:
-        self.buffer = Capture(spec, {name: target.module for name, target in targets.items()})
+        self.buffer = buffer
         self.device = device
         self.early_exit = early_exit
         self.copy = copy
@@ -168,6 +169,7 @@ class _Tap:
 class _InputTap(_Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.armed:
+            args, kwargs = without_caches(args, kwargs)
             self.deliver({"args": args, "kwargs": dict(kwargs)})
 
 
@@ -237,13 +239,14 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         self._everywhere = attach == "all"
         self._taps: WeakKeyDictionary[nn.Module, dict[Kind, tuple[_Tap, Any]]] = WeakKeyDictionary()
         self._targets: dict[str, Target] = {}
+        self._resolved: dict[ProductSpec, ProductSpec] = {}
         self._pending: tuple[ProductSpec, bool, int] | None = None
         self._session: _Session | None = None
         self.attach_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stand on modules: a copy of a catcher places its own, on the model copied with it.
-        return {**self.__dict__, "_taps": None, "_targets": {}, "_pending": None, "_session": None}
+        return {**self.__dict__, "_taps": None, "_targets": {}, "_resolved": {}, "_pending": None, "_session": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taps=WeakKeyDictionary())
@@ -317,21 +320,27 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             raise ValueError(
                 "this selects nothing to capture: name a module, as in 'outputs[model.layers.0]'"
             )
-        spec = resolve_spec(self.model, spec) if self._is_new(spec) else spec
-        for _, item in spec:
-            self._target(item.name)
-        self._pending = spec, early_exit, threading.get_ident()
+        self._pending = self._resolve(spec), early_exit, threading.get_ident()
         return self
 
-    def _is_new(self, spec: ProductSpec) -> bool:
-        return any(item.name not in self._targets for _, item in spec)
+    def _resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` in names of modules; selectors are looked up again when a module they found was replaced."""
+        known = self._resolved.get(spec)
+        if known is None or not all(self._is_current(item.name) for _, item in known):
+            known = self._resolved[spec] = resolve_spec(self.model, spec)
+            for _, item in known:
+                self._target(item.name)
+        return known
+
+    def _is_current(self, name: str) -> bool:
+        target = self._targets.get(name)
+        return target is not None and _still_there(self.model, target)
 
     def _target(self, name: str) -> Target:
         """The module under `name` now: a layer that was replaced since is found again."""
-        target = self._targets.get(name)
-        if target is None or not _still_there(self.model, target):
-            target = self._targets[name] = resolve_module(self.model, name)
-        return target
+        if not self._is_current(name):
+            self._targets[name] = resolve_module(self.model, name)
+        return self._targets[name]
 
     def __enter__(self) -> Capture:
         pending, self._pending = self._pending, None
@@ -346,7 +355,8 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             self.attach_hooks()  # the model may have been compiled, or this catcher copied, since
         spec, early_exit, _ = pending
         targets = {item.name: self._target(item.name) for _, item in spec}
-        session = _Session(spec, targets, self.device, early_exit, self.copy)
+        buffer = Capture(spec, {name: target.module for name, target in targets.items()}, _weakly(self))
+        session = _Session(spec, buffer, self.device, early_exit, self.copy)
         with _OPENING:
             if self._session is not None:
                 where = "around this one" if self._session.thread == session.thread else "in another thread"
@@ -422,6 +432,17 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
 
 def _item(name: str) -> Item:
     return Item.parse(name or ".")
+
+
+def _weakly(catcher: ModelIOCatcher) -> Callable[[ProductSpec], ProductSpec]:
+    """How a buffer reads selectors: through its catcher, which it must not keep alive."""
+    weak = ref(catcher)
+
+    def resolve(spec: ProductSpec) -> ProductSpec:
+        alive = weak()
+        return spec if alive is None else alive._resolve(spec)
+
+    return resolve
 
 
 def _still_there(model: nn.Module, target: Target) -> bool:

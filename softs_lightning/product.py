@@ -10,12 +10,13 @@ A *product* is a set of activations named by a string::
 ``a|b``                several modules, in this order; blanks and empty items are dropped
 ``a!2``                the third call of ``a`` within one forward (counted from 0)
 ``a#0``, ``a#0.key``   one element of a tuple, mapping, dataclass or argument list
-``a#0?``               the element if ``a`` returns a tuple, list or ``ModelOutput``, else the value
+``a#0?``               the element of a tuple, list or ``ModelOutput``, any other value whole
 ``.``                  the model itself
 =====================  ==================================================================
 
-For ways to name several modules at once see ``softs_lightning.selectors``. Between the two sections blanks and any of ``| , ; & +`` may stand. A string becomes a
-:class:`ProductSpec` here, at the edge; nothing further in reads product_ids.
+Between the two sections blanks and any of ``| , ; & +`` may stand. Several modules at once are named
+by selectors, see ``softs_lightning.selectors``. A string becomes a :class:`ProductSpec` here, at the
+edge; nothing further in reads product_ids.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Item", "Kind", "ProductSpec", "describe", "element", "parse_io_spec"
 
 Kind = Literal["inputs", "outputs"]
 
-_ELEMENT = re.compile(r"-?[0-9]+\?")
+_ELEMENT = re.compile(r"-?[0-9]{1,9}\?")
 _SECTION = re.compile(r"\b(inputs|outputs)\s*\[([^\[\]]*)\]")
 _SEPARATORS = re.compile(r"[\s|,;&+]*")
 _ITEM = re.compile(r"(?P<name>[^#!]*)(?:!(?P<call>[^#]*))?(?:#(?P<pick>.*))?", re.DOTALL)
