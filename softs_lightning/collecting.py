@@ -46,8 +46,10 @@ class Wanted:
 class _Record:
     """One output as it is collected: its values so far, ``None`` at positions that are not wanted."""
 
-    def __init__(self, name: str, positions: tuple[int, ...] | None, modules: int, initial: bool) -> None:
+    def __init__(self, name: str, asked: Wanted, modules: int, initial: bool) -> None:
+        positions = asked.positions
         self.name = name
+        self.follows = asked.follows
         self.modules = modules
         self.expected = expected = modules + initial
         self.exact = positions is not None and min(positions) < 0
@@ -120,6 +122,8 @@ class _Call:
 
     def results(self, model: nn.Module) -> dict[str, tuple[Any, ...]]:
         for record in self.records.values():
+            if not record.something and record.follows:
+                continue  # nobody asked for it by name
             if not record.something:
                 raise RuntimeError(_why_nothing(model, record))
             if len(record.ran) < record.modules and has_compiled(model):
@@ -129,7 +133,7 @@ class _Call:
                     f"{record.name} asks for positions from the end, and {len(record.values)} values were recorded "
                     f"where {record.expected} were expected: ask for positions from the start, or for True"
                 )
-        return {key: tuple(record.values) for key, record in self.records.items()}
+        return {key: tuple(record.values) for key, record in self.records.items() if record.something}
 
 
 _current: ContextVar[_Call | None] = ContextVar("softs_lightning_recording", default=None)
@@ -214,7 +218,7 @@ class _Recording:
             if not own:
                 raise ValueError(_no_match(model, key))
             initial = key == "hidden_states" and own[0].recorder.capture_initial_hidden_state
-            records[key] = _Record(f"output_{key}", asked.positions, len(own), initial)
+            records[key] = _Record(f"output_{key}", asked, len(own), initial)
         call = _Call(self, records)
         with self.lock:
             self._place(found)
