@@ -80,7 +80,7 @@ def _step(name: str, children: dict[str, str], part: str, at: int) -> Iterator[t
         yield from ((child, at + 1) for last, child in children.items() if _globs(part, last))
     elif _FROM_END.fullmatch(part):
         family = _family(children, "", "")
-        for number in positions(part, family, f"{name}.{part}") if family else ():
+        for number in positions(part, family, f"{name}.{part}".lstrip(".")) if family else ():
             yield children[family[number]], at + 1
     elif "{" in part or "}" in part:
         match = _RANGE.fullmatch(part)
@@ -89,7 +89,7 @@ def _step(name: str, children: dict[str, str], part: str, at: int) -> Iterator[t
                 f"in {part!r}, a range is written {{first..last}} or {{first..last..step}}, as in {{0..5}}"
             )
         family = _family(children, match["before"], match["after"])
-        for number in positions(match["range"], family, f"{name}.{part}") if family else ():
+        for number in positions(match["range"], family, f"{name}.{part}".lstrip(".")) if family else ():
             yield children[family[number]], at + 1
 
 

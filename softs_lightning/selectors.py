@@ -13,7 +13,7 @@
 ``%attentions``                 what the model records under that key, as ``_can_record_outputs`` says
 ``%hidden_states.-1``           one of them, or a range: ``%hidden_states.{0..-2}``
 ``encoder@Block``               only below ``encoder``, which may be a pattern
-``decoder%attentions``          only of models at or below ``decoder``
+``decoder%attentions``          only of the model ``decoder``, or of one below it
 ``...#0``, ``...#0?``           then a part of the value: an element; an element if it is a tuple
 ``...!3``                       then the call: the fourth in one forward
 ==============================  ====================================================================
@@ -264,6 +264,9 @@ class _Resolver:
         declaring = [(path, module) for path, module in self.model.named_modules() if declared(module)]
         owners = [(path, m, find_recorded(m, [key])) for path, m in declaring if inside(path)]
         owners = [(path, m, found) for path, m, found in owners if found]
+        top = None if scope == "" else _find(self.modules, "" if scope == ROOT else scope)
+        if top is not None:  # the model of that name, if it records, and not what is inside it
+            owners = [one for one in owners if one[1] is top.module] or owners
         if not owners:
             keys = sorted({one.key for _, module in declaring for one in find_recorded(module)})
             raise UnknownModuleError(
