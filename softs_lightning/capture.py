@@ -136,8 +136,9 @@ class Capture(dict[str, dict[str, list[Any]]]):
 
 def _position(module: nn.Module | None, name: str) -> int | str:
     """Where `name` stands among the positional parameters of ``module.forward``, or `name` itself."""
-    if module is None:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values() if module is not None else ()
+    except (TypeError, ValueError):  # a forward that is not written in Python
         return name
-    parameters = inspect.signature(module.forward).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return names.index(name) if name in names else name

@@ -191,8 +191,10 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             ``"all"``: compiled code does not see hooks that are added later.
         copy: keep copies of what is captured, safe from later in-place writes of the model.
 
-    A session belongs to the thread that opened it: forwards of other threads are not captured.
-    One catcher has one session at a time; two catchers may watch one model at once.
+    A session belongs to the thread that opened it, and records every call of its modules there, also
+    in a forward that another catcher drives. Forwards of other threads, and what runs while autograd
+    goes backward (activation checkpointing computes again there), are not captured. One catcher has
+    one session at a time; two catchers may watch one model at once.
 
     Raises:
         KeyError: for an unknown module, with the nearest names, when a session is armed.
@@ -431,6 +433,10 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
 
 
 def _item(name: str) -> Item:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a module is given by its name, got {type(name).__name__}: dict(model.named_modules()) has the names"
+        )
     return Item.parse(name or ".")
 
 
@@ -446,10 +452,12 @@ def _weakly(catcher: ModelIOCatcher) -> Callable[[ProductSpec], ProductSpec]:
 
 
 def _still_there(model: nn.Module, target: Target) -> bool:
-    try:
-        return model.get_submodule(target.path) is target.module
-    except AttributeError:
-        return False
+    module: nn.Module | None = model
+    for part in target.path.split(".") if target.path else ():
+        if module is None or part not in module._modules:
+            return False
+        module = module._modules[part]
+    return module is target.module
 
 
 def _dynamo_loaded() -> bool:

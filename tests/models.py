@@ -68,104 +68,138 @@ class ResNet(nn.Module):
         return self.head(torch.flatten(x, 1))
 
 
-def mlp() -> nn.Module:
-    return seeded(MLP)
+def mlp(width: int = 8, depth: int = 4) -> nn.Module:
+    return seeded(lambda: MLP(width, depth))
 
 
-def resnet() -> nn.Module:
-    return seeded(ResNet)
+def resnet(width: int = 6, depth: int = 4) -> nn.Module:
+    return seeded(lambda: ResNet(width, depth))
 
 
-def bert() -> nn.Module:
+def bert(width: int = 16, depth: int = 4) -> nn.Module:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24
+        vocab_size=50,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
     )
     return seeded(lambda: BertModel(config))
 
 
-def gpt2() -> nn.Module:
+def gpt2(width: int = 16, depth: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=4, n_head=2, n_positions=16)
+    config = GPT2Config(vocab_size=50, n_embd=width, n_layer=depth, n_head=2, n_positions=64)
     return seeded(lambda: GPT2Model(config))
 
 
-def llama() -> nn.Module:
+def llama(width: int = 16, depth: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
         vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=depth,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=64,
     )
     return seeded(lambda: LlamaModel(config))
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, a batch, the names of its layers, and what it computes when it ends before layer `k`."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[], dict[str, Any]]
-    layer: str
-    depth: int
-    before: Callable[[nn.Module, int, dict[str, Any]], Tensor]
+def vectors(rows: int = 5, width: int = 8) -> dict[str, Any]:
+    return {"x": torch.randn(rows, width, generator=torch.Generator().manual_seed(1))}
 
 
-def _vectors() -> dict[str, Any]:
-    return {"x": torch.randn(5, 8, generator=torch.Generator().manual_seed(1))}
+def images(rows: int = 2, size: int = 6) -> dict[str, Any]:
+    return {"x": torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(1))}
 
 
-def _images() -> dict[str, Any]:
-    return {"x": torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))}
-
-
-def _tokens() -> dict[str, Any]:
-    mask = torch.ones(3, 7, dtype=torch.long)
-    mask[1, 4:] = 0
-    ids = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(1))
+def tokens(rows: int = 3, length: int = 7) -> dict[str, Any]:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    ids = torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _mlp_before(model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
-    x = batch["x"]
-    for layer in list(model.layers)[:k]:
-        x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias))
-    return x
+class _MLPStart(nn.Module):
+    """The first layers of an MLP, written again."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias))
+        return x
 
 
-def _resnet_before(model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
-    return copy.deepcopy(nn.Sequential(model.stem, *list(model.blocks)[:k]))(batch["x"])
+class _Start(nn.Module):
+    """The stem of a ResNet and some of its blocks."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
 
 
-def _bert_before(model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
-    cut = copy.deepcopy(model)
-    cut.encoder.layer, cut.pooler = cut.encoder.layer[:k], None
-    return cut(**batch).last_hidden_state
+def _mlp_cut(model: Any, k: int) -> nn.Module:
+    return _MLPStart(model.layers[:k])
 
 
-def _gpt2_before(model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
-    cut = copy.deepcopy(model)
-    cut.h, cut.ln_f = cut.h[:k], nn.Identity()
-    return cut(**batch).last_hidden_state
+def _resnet_cut(model: Any, k: int) -> nn.Module:
+    return _Start(model.stem, *list(model.blocks)[:k])
 
 
-def _llama_before(model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
-    cut = copy.deepcopy(model)
-    cut.layers, cut.norm = cut.layers[:k], nn.Identity()
-    return cut(**batch).last_hidden_state
+def _bert_cut(model: Any, k: int) -> nn.Module:
+    model.encoder.layer, model.pooler = model.encoder.layer[:k], None
+    return model
+
+
+def _gpt2_cut(model: Any, k: int) -> nn.Module:
+    model.h, model.ln_f = model.h[:k], nn.Identity()
+    return model
+
+
+def _llama_cut(model: Any, k: int) -> nn.Module:
+    model.layers, model.norm = model.layers[:k], nn.Identity()
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch for it, how its layers are called, and how it is cut before layer `k`.
+
+    ``build`` takes the width and the number of layers, ``batch`` the number of rows.
+    """
+
+    build: Callable[..., nn.Module]
+    batch: Callable[..., dict[str, Any]]
+    layer: str
+    _cut: Callable[[nn.Module, int], nn.Module]
+    depth: int = 4
+
+    def cut(self, model: nn.Module, k: int) -> nn.Module:
+        """A copy of `model` that ends before layer `k`, made without hooks."""
+        return self._cut(copy.deepcopy(model), k).eval()
+
+    def before(self, model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
+        """What reaches layer `k`."""
+        out = self.cut(model, k)(**batch)
+        return out if isinstance(out, Tensor) else out.last_hidden_state
 
 
 CASES = {
-    "mlp": Case(mlp, _vectors, "layers.{}", 4, _mlp_before),
-    "resnet": Case(resnet, _images, "blocks.{}", 4, _resnet_before),
-    "bert": Case(bert, _tokens, "encoder.layer.{}", 4, _bert_before),
-    "gpt2": Case(gpt2, _tokens, "h.{}", 4, _gpt2_before),
-    "llama": Case(llama, _tokens, "layers.{}", 4, _llama_before),
+    "mlp": Case(mlp, vectors, "layers.{}", _mlp_cut),
+    "resnet": Case(resnet, images, "blocks.{}", _resnet_cut),
+    "bert": Case(bert, tokens, "encoder.layer.{}", _bert_cut),
+    "gpt2": Case(gpt2, tokens, "h.{}", _gpt2_cut),
+    "llama": Case(llama, tokens, "layers.{}", _llama_cut),
 }

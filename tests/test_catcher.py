@@ -341,6 +341,11 @@ def test_a_single_string_is_no_list_of_names(net: Net, names: Any) -> None:
         ModelIOCatcher(net)(inputs=names)
 
 
+def test_a_module_is_no_name(net: Net) -> None:
+    with pytest.raises(TypeError, match="a module is given by its name, got Linear"):
+        ModelIOCatcher(net)(outputs=[net.head])  # type: ignore[list-item]
+
+
 def test_the_constructor_refuses_what_it_cannot_use(net: Net) -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
         ModelIOCatcher(mlp)  # type: ignore[arg-type]

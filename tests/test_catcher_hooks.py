@@ -140,23 +140,49 @@ def test_names_reach_through_wrappers_and_stay_as_written(model: MLP, wrapper: s
     assert [len(buf[name]["outputs"]) for name in names] == [1, 1, 1]
 
 
-def test_a_distributed_wrapper_is_transparent(model: MLP, tmp_path: Any) -> None:
+@pytest.fixture
+def one_process(tmp_path: Any) -> Any:
     from torch import distributed
 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        catcher = ModelIOCatcher(wrapped)
-        with catcher.for_product("outputs[layers.1]") as buf:
-            assert catcher.run(X) is None
-        with catcher(outputs=["module.layers.1"]) as full:
-            out = catcher.run(X)
-        out.sum().backward()
-    finally:
-        distributed.destroy_process_group()
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_distributed_wrapper_is_transparent(model: MLP) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    catcher = ModelIOCatcher(wrapped)
+    with catcher.for_product("outputs[layers.1]") as buf:
+        assert catcher.run(X) is None
+    with catcher(outputs=["module.layers.1"]) as full:
+        out = catcher.run(X)
+    out.sum().backward()
     assert torch.equal(buf.select()[0], full.select()[0])
     assert torch.equal(buf.select()[0], model.layers[1](torch.tanh(model.layers[0](X))))
     assert model.head.weight.grad is not None
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sharded_layers_are_stopped_and_run_again(model: MLP) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = model(X)
+    expected = [model.layers[0](X), model.layers[1](torch.tanh(model.layers[0](X)))]
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    catcher = ModelIOCatcher(model)
+    for k in (1, 0, 1):
+        with torch.no_grad(), catcher.for_product(f"outputs[layers.{k}]") as buf:
+            assert catcher.run(X) is None
+        assert torch.equal(buf.select()[0], expected[k])
+    out = model(X)
+    assert torch.equal(out, whole)
+    out.sum().backward()
+    assert model.layers[0].weight.grad is not None
 
 
 def test_a_name_with_the_grammars_own_characters() -> None:
@@ -261,10 +287,11 @@ class InPlace(nn.Module):
         return self.last(self.relu(self.linear(x)))
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("drive", ["run", "call"])
-def test_a_later_write_into_what_was_captured_is_reported(drive: str) -> None:
+def test_a_later_write_into_what_was_captured_is_reported(drive: str, device: Any) -> None:
     model = InPlace()
-    catcher = ModelIOCatcher(model)
+    catcher = ModelIOCatcher(model, device)
 
     def forward() -> Capture:
         with catcher(inputs=["last"], outputs=["linear"]) as buf:
@@ -280,10 +307,17 @@ def test_a_later_write_into_what_was_captured_is_reported(drive: str) -> None:
     assert (buf["linear"]["outputs"][0] >= 0).all()
 
 
-def test_a_copy_keeps_the_value_at_capture_and_its_gradient() -> None:
+def test_what_was_moved_is_out_of_reach_of_a_later_write() -> None:
+    model = InPlace()
+    with ModelIOCatcher(model, "meta")(outputs=["linear"]):  # warnings are errors here
+        model(X)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_copy_keeps_the_value_at_capture_and_its_gradient(device: Any) -> None:
     model = InPlace()
     expected = model.linear(X)
-    catcher = ModelIOCatcher(model, copy=True)
+    catcher = ModelIOCatcher(model, device, copy=True)
     with catcher(inputs=["relu"], outputs=["linear"]) as buf:
         out = model(X)
     assert torch.equal(buf["linear"]["outputs"][0], expected)
