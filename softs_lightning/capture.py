@@ -90,7 +90,7 @@ class Capture(dict[str, dict[str, list[Any]]]):
             value = self._input(item, entry) if kind == "inputs" else take(entry, item.pick)
         except LookupError as error:
             raise LookupError(f"{what}: {error.args[0]}") from None
-        if value is None and item.pick:
+        if value is None and item.pick and kind == "outputs":
             raise LookupError(f"{what} is None{self._why_none(item.name)}")
         if isinstance(value, KeptOut):
             raise LookupError(f"{what} is a key-value cache ({value.name}), which is not kept")

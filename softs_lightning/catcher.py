@@ -10,10 +10,9 @@ capture on, the model's output is bit-identical.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from softs_lightning.caches import without_caches
 from softs_lightning.capture import Capture
 from softs_lightning.product import Item, Kind, ProductSpec, parse_io_spec
 from softs_lightning.selectors import Target, resolve_module, resolve_spec
+from softs_lightning.taps import Tap, has_compiled
 from softs_lightning.transfer import iter_tensors, map_tensors, transfer_to_device
 
 __all__ = ["Capture", "ModelIOCatcher", "OverwrittenWarning", "parse_io_spec", "transfer_to_device"]
@@ -79,7 +79,7 @@ class _Session:
         self.running, self.stopped, self.budget = True, False, dict(self.needed)
         self.seen = len(self._versions)
 
-    def deliver(self, keys: list[Key], value: Any) -> None:
+    def deliver(self, keys: Sequence[Key], value: Any) -> None:
         """Record one call of a module, and stop the forward if it was the last that was waited for."""
         if threading.get_ident() != self.thread or torch._C._current_graph_task_id() != -1:
             return  # another thread's forward, or activation checkpointing recomputing in backward
@@ -133,44 +133,36 @@ class _Session:
         )
 
 
-class _Tap:
-    """A hook on one module. Copies of a hooked model get taps of their own, which nobody arms."""
+class _Tap(Tap):
+    """A hook that delivers to the session it is armed for."""
 
-    def __init__(self) -> None:
-        self.armed = False
-        self.session: _Session | None = None
-        self.keys: list[Key] = []
+    session: _Session | None = None
+    keys: Sequence[Key] = ()
 
-    def arm(self, session: _Session, key: Key) -> None:
-        if _dynamo_loaded() and "deliver" not in self.__dict__:
-            self.__dict__["deliver"] = _outside_graphs(self._deliver)
+    def watch(self, session: _Session, key: Key) -> None:
         if self.session is not session:
             self.session, self.keys = session, []
             session.taps.append(self)
-        self.keys.append(key)
-        self.armed = True
+        self.keys = [*self.keys, key]
+        self.arm()
 
     def disarm(self) -> None:
-        self.armed, self.session, self.keys = False, None, []
+        super().disarm()
+        self.session, self.keys = None, ()
 
-    def _deliver(self, value: Any) -> None:
+    def _deliver(self, *what: Any) -> None:
         if self.session is not None:
-            self.session.deliver(self.keys, value)
-
-    deliver: Callable[..., None] = _deliver
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tap:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+            self.session.deliver(self.keys, *what)
 
 
 class _InputTap(_Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.armed:
-            args, kwargs = without_caches(args, kwargs)
-            self.deliver({"args": args, "kwargs": dict(kwargs)})
+            self.deliver(args, kwargs)
+
+    def _deliver(self, *what: Any) -> None:
+        args, kwargs = without_caches(*what)
+        super()._deliver({"args": args, "kwargs": kwargs})
 
 
 class _OutputTap(_Tap):
@@ -248,7 +240,14 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stand on modules: a copy of a catcher places its own, on the model copied with it.
-        return {**self.__dict__, "_taps": None, "_targets": {}, "_resolved": {}, "_pending": None, "_session": None}
+        return {
+            **self.__dict__,
+            "_taps": None,
+            "_targets": {},
+            "_resolved": {},
+            "_pending": None,
+            "_session": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taps=WeakKeyDictionary())
@@ -258,7 +257,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
     def attach_hooks(self) -> None:
         """Let sessions place hooks (the state after construction). Calling it again changes nothing."""
         self.attached = True
-        if self._everywhere or _has_compiled(self.model):
+        if self._everywhere or has_compiled(self.model):
             for module in self.model.modules():
                 for kind in ("inputs", "outputs"):
                     self._tap(module, kind)
@@ -369,7 +368,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             self._session = session
         try:
             for name, kind in session.needed:
-                self._tap(targets[name].module, kind).arm(session, (name, kind))
+                self._tap(targets[name].module, kind).watch(session, (name, kind))
         except BaseException:
             self._close()
             raise
@@ -422,7 +421,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
                 "the model swallowed the signal that stops its forward (a bare `except:` or `except BaseException`), "
                 "so its output is not to be trusted: open the session with early_exit=False"
             )
-        if session.budget and _has_compiled(self.model):
+        if session.budget and has_compiled(self.model):
             missed = ", ".join(f"{kind}[{name}]" for name, kind in session.budget)
             raise RuntimeError(
                 f"{missed} never fired in a compiled model: compiled code does not see hooks that are added after its "
@@ -458,27 +457,3 @@ def _still_there(model: nn.Module, target: Target) -> bool:
             return False
         module = module._modules[part]
     return module is target.module
-
-
-def _dynamo_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def _outside_graphs(deliver: Callable[..., None]) -> Any:
-    """Compiled code may check whether to deliver, but must not trace into the buffer."""
-    disable: Callable[..., Any] = torch.compiler.disable
-    reason = (
-        "ModelIOCatcher captures here, which fullgraph=True rules out: compile without it, or capture from the "
-        "model that is not compiled"
-    )
-    try:
-        return disable(deliver, reason=reason)
-    except TypeError:  # torch 2.6 takes no reason
-        return disable(deliver)
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    if not _dynamo_loaded():
-        return False
-    wrapped = sys.modules["torch._dynamo"].OptimizedModule
-    return any(isinstance(m, wrapped) or m._compiled_call_impl is not None for m in model.modules())

@@ -39,9 +39,7 @@ class Tap:
 
     def arm(self) -> None:
         if dynamo_loaded() and "deliver" not in self.__dict__:
-            # Compiled code may check whether to deliver, but must not trace into the buffer.
-            disable: Callable[..., Any] = torch.compiler.disable
-            self.__dict__["deliver"] = disable(self._deliver)
+            self.__dict__["deliver"] = _outside_graphs(self._deliver)
         self.armed = True
 
     def disarm(self) -> None:
@@ -58,3 +56,16 @@ class Tap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+
+def _outside_graphs(deliver: Callable[..., None]) -> Any:
+    """Compiled code may check whether to deliver, but must not trace into the buffer."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    reason = (
+        "activations are captured here, which fullgraph=True rules out: compile without it, or capture from the "
+        "model that is not compiled"
+    )
+    try:
+        return disable(deliver, reason=reason)
+    except TypeError:  # torch 2.6 takes no reason
+        return disable(deliver)
