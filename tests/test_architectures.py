@@ -13,6 +13,8 @@ from transformers import DynamicCache
 from softs_lightning.caches import KeptOut
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.product import ProductSpec
+from softs_lightning.recorders import declared, find_recorded, ties_last_hidden_state
+from softs_lightning.recording import capture_outputs, merge_with_config_defaults
 from softs_lightning.selectors import resolve_spec
 from tests.architectures import ARCHITECTURES, built
 
@@ -201,3 +203,52 @@ def test_a_cache_of_the_models_own_is_known_by_the_name_of_its_argument() -> Non
     first, second = buffer["."]["inputs"]
     assert first["kwargs"] == {"past_key_values": KeptOut("tuple"), "scale": past}
     assert second["kwargs"] == {"past_key_values": None}
+
+
+def test_a_cache_is_known_by_its_class_wherever_it_stands() -> None:
+    layer, cache = Decoder(), DynamicCache()
+    with ModelIOCatcher(layer)(inputs=["."]) as buffer:
+        layer(torch.ones(1), cache, scale=cache)
+    assert buffer["."]["inputs"][0]["args"][1] == KeptOut("DynamicCache")
+    assert buffer["."]["inputs"][0]["kwargs"] == {"scale": KeptOut("DynamicCache")}
+
+
+# -- this package's decorators on transformers' models ---------------------------------------------
+
+
+def undecorated(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def redecorate(model: nn.Module) -> int:
+    """Give every model within `model` that records this package's decorators in place of transformers'."""
+    found = 0
+    for module in model.modules():
+        if declared(module) and hasattr(type(module).forward, "__wrapped__") and find_recorded(module):
+            tie = ties_last_hidden_state(module)
+            forward = capture_outputs(tie_last_hidden_states=tie)(undecorated(type(module).forward))
+            again = {"forward": merge_with_config_defaults(forward)}
+            module.__class__ = type(type(module).__name__, (type(module),), again)
+            found += 1
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_decorators_record_what_those_of_transformers_do(name: str) -> None:
+    case, model = ARCHITECTURES[name], ARCHITECTURES[name].build()
+    expected = returned(name, model)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    assert redecorate(model) == (2 if name in ("t5", "clip", "whisper") else 1)
+    got = returned(name, model)
+    for where in case.recorded.values():
+        ours, theirs = attrgetter(where)(got), attrgetter(where)(expected)
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs))
+    assert type(got) is type(expected)
+    with torch.no_grad():
+        plain = model(**case.batch(), return_dict=False)
+    assert isinstance(plain, tuple)
+    assert getattr(model(**case.batch()), "attentions", None) is None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,6 +383,15 @@ def test_what_is_registered_here_reaches_models_that_transformers_builds() -> No
     register_patch_mapping({"LlamaAttention": FastLlamaAttention})
     model = llama()
     assert type(model.model.layers[0].self_attn) is FastLlamaAttention  # type: ignore[union-attr,index]
+    assert equal(ours(model), own(model))
+
+
+def test_it_reaches_from_pretrained(tmp_path: Path) -> None:
+    built("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    register_patch_mapping({"Llama.*Attention$": FastLlamaAttention})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert type(model.model.layers[0].self_attn) is FastLlamaAttention
+    assert equal(own(model), own(built("llama")))
     assert equal(ours(model), own(model))
 
 
