@@ -23,6 +23,9 @@ the first layer is given, what each layer returns, and for the last layer, where
 ``last_hidden_state``, *after* the final norm. ``outputs[model.layers.-1#0?]`` is the last layer's own
 output, *before* it. ``inputs[%attentions]`` is what the recording modules are called with.
 
+A module that runs several times in one forward (ALBERT's one layer) is meant once; ``!`` says which
+call. Under an early exit the first call ends the forward.
+
 Selectors mean modules in the order of the model, each once, under its first name, and leave out
 modules that are never called (``ModuleList``, the ``out_proj`` of ``nn.MultiheadAttention``). What
 selects nothing is a ``KeyError``. Names in which other signs stand (a ``ModuleDict`` takes any key)

@@ -365,18 +365,21 @@ def test_the_values_are_those_of_the_model_before_it_was_patched() -> None:
 
 def test_hooks_that_transformers_placed_before_are_placed_again() -> None:
     model = by_hand(FastLlamaAttention)
+    batch = ARCHITECTURES["llama"].batch()
     expected = own(model)  # a subclass: found without a patch, and the hooks are there from now on
     for layer in model.model.layers:  # type: ignore[union-attr]
         held = layer.self_attn
         layer.self_attn = ScaledAttention(held.config, held.layer_idx)
         layer.self_attn.held[0].load_state_dict(held.state_dict())
     assert own(model) == []
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 4
     register_patch_mapping({"LlamaAttention": ScaledAttention}, overwrite=True)
     patch_output_recorders(model)
     assert equal(own(model), expected)
     assert equal(ours(model), expected)
     patch_output_recorders(model)
     assert equal(own(model), expected)
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 4
 
 
 def test_what_is_registered_here_reaches_models_that_transformers_builds() -> None:

@@ -396,6 +396,16 @@ def test_a_nested_model_records_for_itself() -> None:
     assert (len(out["hidden_states"]), len(out["below"]["hidden_states"])) == (3, 2)
 
 
+def test_a_layer_that_runs_inside_a_nested_model_is_still_its_own_models() -> None:
+    model = outer()
+    last = blocks(model)[1]
+    blocks(model.inner)[0].forward = lambda hidden_states: last(hidden_states)
+    out = model(x(), inner=True, output_hidden_states=True)
+    assert len(out["hidden_states"]) == 4  # it ran twice, once within the nested model
+    assert out["hidden_states"][2] is last.gave[0]
+    assert len(out["below"]["hidden_states"]) == 2
+
+
 def test_a_model_that_calls_itself_records_the_call_that_asks() -> None:
     class Twice(Decoder):
         @capture_outputs

@@ -287,6 +287,13 @@ def test_several_models_that_record_are_told_apart_by_name() -> None:
     assert resolved(model, "outputs[inn*%attentions]") == "outputs[inner.layers.0.self_attn#1?]"
 
 
+def test_a_scope_may_hold_the_model_that_records() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(Inner(1)), "b": nn.Sequential(nn.Identity(), Inner(1))})
+    assert outputs(model, "b%attentions") == ["b.1.layers.0.self_attn#1?"]
+    assert outputs(model, "*%attentions") == ["a.0.layers.0.self_attn#1?", "b.1.layers.0.self_attn#1?"]
+    assert outputs(model, "b.-1%attentions") == ["b.1.layers.0.self_attn#1?"]
+
+
 def test_the_root_alone_of_several_can_be_said() -> None:
     assert resolved(outer(), "outputs[.%hidden_states]") == (
         "inputs[layers.0#hidden_states]|outputs[layers.0#0?|.#last_hidden_state]"
