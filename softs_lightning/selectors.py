@@ -7,7 +7,7 @@
 ``model.layers.*``              globs, ranges, positions from the end: ``model.layers.{0..5}``,
 ``model.layers.-1``             ``model.layers.{1..-1..2}``, ``**.mlp`` (``softs_lightning.patterns``)
 ``@LlamaMLP``                   every module of the class, of its subclasses and of the class that is
-                                registered to replace it; a full name, ``@torch.nn.Linear``'s
+                                registered to replace it; the full name,
                                 ``@torch.nn.modules.linear.Linear``, tells namesakes apart
 ``@Attention:crossattention``   those whose name has that dotted fragment
 ``%attentions``                 what the model records under that key, as ``_can_record_outputs`` says
