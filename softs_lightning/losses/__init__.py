@@ -7,8 +7,11 @@ autocast; float64 stays float64.
 from __future__ import annotations
 
 from softs_lightning.losses.arithmetic import DistillationLoss
+from softs_lightning.losses.conformance import LossCheckError, LossReport, check_loss
 from softs_lightning.losses.divergences import GeneralizedJSD, KLDivergence, SkewedKL, TotalVariation
 from softs_lightning.losses.features import MSE, CosineDistance, SmoothL1
+from softs_lightning.losses.heads import Head
+from softs_lightning.losses.language_models import LinearCEKL, LinearJSD, LinearKL
 from softs_lightning.losses.maps import AttentionTransfer
 
 __all__ = [
@@ -17,8 +20,15 @@ __all__ = [
     "CosineDistance",
     "DistillationLoss",
     "GeneralizedJSD",
+    "Head",
     "KLDivergence",
+    "LinearCEKL",
+    "LinearJSD",
+    "LinearKL",
+    "LossCheckError",
+    "LossReport",
     "SkewedKL",
     "SmoothL1",
     "TotalVariation",
+    "check_loss",
 ]
