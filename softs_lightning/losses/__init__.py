@@ -12,11 +12,21 @@ from softs_lightning.losses.divergences import GeneralizedJSD, KLDivergence, Ske
 from softs_lightning.losses.features import MSE, CosineDistance, SmoothL1
 from softs_lightning.losses.heads import Head
 from softs_lightning.losses.language_models import LinearCEKL, LinearJSD, LinearKL
+from softs_lightning.losses.logits import CEKL, DIST, DKD, ULD, SigmoidKL, StandardizedKL, TopKKL
 from softs_lightning.losses.maps import AttentionTransfer
+from softs_lightning.losses.relations import CKA, PKT, RKD, CorrelationCongruence, SimilarityPreserving
 
 __all__ = [
+    "CEKL",
+    "CKA",
+    "DIST",
+    "DKD",
     "MSE",
+    "PKT",
+    "RKD",
+    "ULD",
     "AttentionTransfer",
+    "CorrelationCongruence",
     "CosineDistance",
     "DistillationLoss",
     "GeneralizedJSD",
@@ -27,8 +37,12 @@ __all__ = [
     "LinearKL",
     "LossCheckError",
     "LossReport",
+    "SigmoidKL",
+    "SimilarityPreserving",
     "SkewedKL",
     "SmoothL1",
+    "StandardizedKL",
+    "TopKKL",
     "TotalVariation",
     "check_loss",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "raised",
     "unit_interval",
     "unit_rows",
+    "valid_rows",
 ]
 
 Normalizer = Tensor | float | int | None
@@ -121,6 +122,26 @@ def _valid(mask: Tensor, shape: torch.Size) -> Tensor:
 def keep_valid(values: Tensor, mask: Tensor | None) -> Tensor:
     """Zero what the mask leaves out, *before* the maths: padding may hold NaN, and 0 · NaN is NaN."""
     return values if mask is None else values.masked_fill(~_valid(mask, values.shape), 0)
+
+
+def valid_rows(values: Tensor, mask: Tensor | None, *, tokens: bool = True) -> Tensor:
+    """``values`` as ``[rows, features]``, the valid rows only; for losses that relate rows to each other.
+
+    With ``tokens`` each position of the leading dimensions is a row. Otherwise each sample is one row with
+    all the rest flattened: masked tokens are zero in it, and a sample without a valid token is left out.
+    """
+    if values.ndim < 2:
+        raise ValueError(f"rows to relate are [batch, ..., features], got {tuple(values.shape)}")
+    if mask is None:
+        return values.flatten(0, -2) if tokens else values.flatten(1)
+    if tokens:
+        _valid(mask, values.shape)
+        return (
+            values.flatten(mask.ndim)[mask != 0]
+            if mask.ndim < values.ndim
+            else values[mask != 0].unsqueeze(-1)
+        )
+    return keep_valid(values, mask).flatten(1)[(mask != 0).flatten(1).any(1) if mask.ndim > 1 else mask != 0]
 
 
 def mean_over_rows(rows: Tensor, mask: Tensor | None = None, normalizer: Normalizer = None) -> Tensor:

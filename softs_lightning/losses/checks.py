@@ -62,10 +62,11 @@ class Subject:
         student, teacher = self.tensors(dtype)
         if self.batch:
             raise NotApplicable("reads the batch")
-        dims = self.token_dims if student.ndim > 2 else ()
+        dims = self.token_dims
         mask = torch.ones([student.shape[0], *(student.shape[d] for d in dims[:1])], dtype=torch.long)
-        mask[-1, -2:] = 0
-        mask[0, :1] = 0
+        mask[-1, ..., -2:] = 0
+        if dims:
+            mask[0, 0] = 0
         return student, teacher, mask
 
     def call(
