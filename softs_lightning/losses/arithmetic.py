@@ -26,6 +26,7 @@ __all__ = [
     "pick",
     "positive",
     "raised",
+    "run_raised",
     "unit_interval",
     "unit_rows",
     "valid_rows",
@@ -86,6 +87,17 @@ def raised(*tensors: Tensor) -> tuple[Tensor, ...]:
             raise TypeError(f"a loss compares floating-point tensors, got {tensor.dtype}")
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def run_raised(network: Callable[..., Tensor], values: Tensor) -> Tensor:
+    """A loss's own network on ``values``: in its own dtype where that is a half one, the result raised.
+
+    A module held in half precision (bf16-true) stays so; what is compared is not.
+    """
+    held = [] if not isinstance(network, nn.Module) else [*network.parameters(), *network.buffers()]
+    half = [x.dtype for x in held if x.is_floating_point() and x.dtype.itemsize < 4]
+    result = network(values.to(half[0]) if half else values)
+    return result.to(torch.promote_types(result.dtype, torch.float32))
 
 
 def full_precision(function: Function) -> Function:

@@ -64,9 +64,10 @@ class Subject:
             raise NotApplicable("reads the batch")
         dims = self.token_dims
         mask = torch.ones([student.shape[0], *(student.shape[d] for d in dims[:1])], dtype=torch.long)
-        mask[-1, ..., -2:] = 0
         if dims:
-            mask[0, 0] = 0
+            mask[-1, -2:] = mask[0, 0] = 0
+        else:
+            mask[-1] = 0
         return student, teacher, mask
 
     def call(
@@ -76,6 +77,7 @@ class Subject:
         *,
         mask: Tensor | None = None,
         loss: Callable[..., Tensor] | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """The loss of a fresh copy, in the precision of the inputs, with one seed for its own draws."""
         called = copy.deepcopy(self.loss) if loss is None else loss
@@ -83,7 +85,7 @@ class Subject:
         if isinstance(called, nn.Module) and first.dtype == torch.float64:
             called = called.double()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self.seed if seed is None else seed)
             result = called(student, teacher, **self.batch, **({} if mask is None else {"mask": mask}))
         assert isinstance(result, Tensor), f"returned {type(result).__name__}, not a tensor"
         return result

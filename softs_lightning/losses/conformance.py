@@ -132,6 +132,8 @@ def check_loss(
     )
     suite = {title: check for title, check in CHECKS.items() if compiled or title != "compiled equals eager"}
     name = repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", repr(loss))
+    if "\n" in name:  # a module with submodules
+        name = type(loss).__name__
     report = LossReport(name, tuple(_run(title, check, subject) for title, check in suite.items()))
     if not report.passed:
         raise LossCheckError(report)
