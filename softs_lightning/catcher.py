@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
@@ -49,12 +49,17 @@ class Capture(dict[str, dict[str, list[Any]]]):
 
     One entry a call of the module: ``{"args": tuple, "kwargs": dict}`` for inputs, the return value
     for outputs. Only the kinds that were asked for are there; a module that did not run has an empty list.
+
+    Attributes:
+        spec: what the session was armed with.
+        stopped_at: the module at which the last forward was cut short, ``None`` if it ran to its end.
     """
 
     def __init__(self, spec: ProductSpec, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.spec = spec
         self.modules = modules
+        self.stopped_at: str | None = None
         for kind, item in spec:
             self.setdefault(item.name, {})[kind] = []
 
@@ -149,8 +154,9 @@ class _Session:
 
     def begin(self) -> None:
         self.running, self.stopped, self.budget = True, False, dict(self._needed)
+        self.buffer.stopped_at = None
 
-    def deliver(self, keys: Iterable[Key], value: Any) -> None:
+    def deliver(self, keys: Sequence[Key], value: Any) -> None:
         """Record one call of a module, and stop the forward if it was the last that was waited for."""
         if threading.get_ident() != self.thread or torch._C._current_graph_task_id() != -1:
             return  # another thread's forward, or activation checkpointing recomputing in backward
@@ -170,6 +176,7 @@ class _Session:
                 self._count((name, kind))
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
+            self.buffer.stopped_at = keys[-1][0]
             raise _StopForward(self)
 
     def _count(self, key: Key) -> None:
