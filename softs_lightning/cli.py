@@ -108,6 +108,7 @@ def _recipes(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     def run(recipe: Any) -> None:
         check(recipe)
+        _quieten()
         from hydra.core.hydra_config import HydraConfig
 
         from softs_lightning.experiment import run_recipe
@@ -118,6 +119,20 @@ def _run(arguments: list[str]) -> int:
 
     _through_hydra(arguments, run)
     return 0
+
+
+def _quieten() -> None:
+    """Lightning's hints about hardware, worker processes and its own future are not news to who runs a recipe."""
+    import logging
+    import warnings
+
+    import lightning.pytorch  # noqa: F401  (sets its own level when it is imported)
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"lightning\.")
 
 
 # A command that only looks writes no folder and no log.
@@ -132,6 +147,7 @@ WRITE_NOTHING = (
 def _explain(arguments: list[str]) -> int:
     def explain(recipe: Any) -> None:
         check(recipe)
+        _quieten()
         from softs_lightning.explain import explain_recipe
 
         print(explain_recipe(recipe))
@@ -154,6 +170,8 @@ def _through_hydra(arguments: list[str], task: Task) -> None:
             task(recipe)
         except Refusal as refusal:
             refusals.append(refusal)
+        except HydraException as error:
+            refusals.append(Refusal(str(error)))
         except Exception as error:
             if not _is_for_the_user(error):
                 raise

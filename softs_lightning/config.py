@@ -17,7 +17,7 @@ from softs_lightning.product import ProductSpec
 
 __all__ = ["PAIR_OPTIONS", "SECTIONS", "Failure", "Refusal", "build", "check", "nearest"]
 
-SECTIONS = ("seeds", "seed", "data", "teacher", "student", "pairs", "callbacks", "trainer", "judge")
+SECTIONS = ("seeds", "seed", "threads", "data", "teacher", "student", "pairs", "callbacks", "trainer", "judge")
 """The nodes of a recipe; every one of them must be filled in."""
 
 PAIR_TARGET = "softs_lightning.Pair"
@@ -93,6 +93,9 @@ def check(recipe: DictConfig) -> None:
     _check_seeds(plain["seeds"])
     _check_pairs(plain["pairs"])
     _check_judge(plain["judge"])
+    threads = plain["threads"]
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise Refusal(f"'threads' must be a whole number from 1 on, or null, but is {threads!r}.")
     for key in ("data", "teacher", "student", "trainer"):
         if not isinstance(plain[key], Mapping) or "_target_" not in plain[key]:
             raise Refusal(f"{key!r} must name what to build in _target_, but is {plain[key]!r}.")

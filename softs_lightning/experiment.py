@@ -6,17 +6,15 @@ first one prints and writes.
 
 from __future__ import annotations
 
-import logging
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -48,8 +46,9 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, mode: RunMode)
         Refusal: before any training, when the recipe cannot work.
         Failure: when the teacher scores no better than the student alone.
     """
-    _quieten()
     _refuse_sweep_over_processes(recipe, mode)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
     seen = examine(recipe)
     teacher = build(recipe.teacher, "teacher")
     teacher = teacher if isinstance(teacher, nn.Module) else teacher()
@@ -87,13 +86,6 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _quieten() -> None:
-    """This is an application: Lightning's hints about hardware and worker processes are not news here."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=PossibleUserWarning)
-
-
 def _refuse_sweep_over_processes(recipe: DictConfig, mode: RunMode) -> None:
     if mode is not RunMode.MULTIRUN:
         return
@@ -117,7 +109,7 @@ def _train(recipe: DictConfig, seed: int, arm: str, directory: Path) -> L.Lightn
     callbacks = [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
     if arm == ALONE:
         callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
-    logger = CSVLogger(directory / "logs", name=arm, version=f"seed_{seed}")
+    logger = CSVLogger(directory / "logs", name=arm, version=str(seed))
     trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, logger=logger)
     trainer.fit(student, datamodule=build(recipe.data, "data"))
     if arm == DISTILLED and seed == recipe.seeds[0]:

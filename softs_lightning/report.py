@@ -73,7 +73,8 @@ class Result:
     def verdict(self) -> str:
         """One sentence that says whether distillation helped."""
         gained = sum(after > before for before, after in zip(self.alone, self.distilled, strict=True))
-        start = f"Gain: {self.gain:+.{self.digits}f}{self.unit and ' ' + self.unit}"
+        unit = {"%": " percentage points", "": ""}.get(self.unit, f" {self.unit}")
+        start = f"Gain: {self.gain:+.{self.digits}f}{unit}"
         if self.clear is None:
             return f"{start}, from a single seed: whether it is more than luck needs several (seeds=[0,1,2])."
         basis = f"{gained} of {len(self.seeds)} seeds gained; spreads {self._spread(self.alone)} and {self._spread(self.distilled)}"
@@ -133,10 +134,10 @@ class Result:
 
 
 def read_curves(folder: Path) -> Curves:
-    """Collect what Lightning's CSVLogger wrote under `folder`/ARM/seed_N/metrics.csv."""
+    """Collect what Lightning's CSVLogger wrote under `folder`/ARM/SEED/metrics.csv."""
     curves: Curves = {}
-    for file in sorted(folder.glob("*/seed_*/metrics.csv")):
-        arm, seed = file.parent.parent.name, int(file.parent.name.removeprefix("seed_"))
+    for file in sorted(folder.glob("*/*/metrics.csv")):
+        arm, seed = file.parent.parent.name, int(file.parent.name)
         with file.open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
                 for metric, value in row.items():

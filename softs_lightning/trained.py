@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -14,10 +15,13 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from hydra.utils import get_class, instantiate
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from hydra.utils import get_class
+
+from softs_lightning.config import build
 
 __all__ = ["TrainedTeacher", "cache_folder"]
+
+log = logging.getLogger(__name__)
 
 Node = Mapping[str, Any]
 
@@ -63,11 +67,11 @@ class TrainedTeacher:
 
     def untrained(self) -> L.LightningModule:
         """The same architecture with random weights: enough to look at names, shapes and costs."""
-        return cast(L.LightningModule, instantiate(self.module, _convert_="all"))
+        return cast(L.LightningModule, build(self.module, "teacher.module"))
 
     def __call__(self) -> L.LightningModule:
         """The trained teacher."""
-        data = instantiate(self.data, _convert_="all")
+        data = build(self.data, "teacher.data")
         file = self.folder / f"{self._key(data)}.pt"
         if not file.exists():
             self._train(data, file)
@@ -94,18 +98,20 @@ class TrainedTeacher:
         return f"{target.__name__}-{digest[:16]}"
 
     def _train(self, data: L.LightningDataModule, file: Path) -> None:
-        rank_zero_info(f"Training the teacher once; it will be kept in {file}")
+        log.info("Training the teacher, once: it will be kept in %s", file)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             teacher = self.untrained()
-            trainer: L.Trainer = instantiate(
+            trainer: L.Trainer = build(
                 self.trainer,
-                _convert_="all",
+                "teacher.trainer",
                 logger=False,
                 enable_checkpointing=False,
                 enable_model_summary=False,
             )
             trainer.fit(teacher, data)
+            if not trainer.state.finished:
+                raise RuntimeError("the teacher's training was stopped, so it was not kept")
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed: nobody ever reads half a teacher.
         handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")
