@@ -77,6 +77,8 @@ class Teacher:
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
+        if not isinstance(source, nn.Module):
+            _refuse_required_arguments(source)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
         self.source = source
@@ -94,7 +96,9 @@ class Teacher:
             return self.source
         module = self.source()
         if not isinstance(module, nn.Module):
-            raise TypeError(f"the teacher factory {self.source!r} returned {type(module).__name__}, not a module")
+            raise TypeError(
+                f"the teacher factory {self.source!r} returned {type(module).__name__}, not a module"
+            )
         return module
 
     def place(
@@ -236,7 +240,9 @@ def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]
         )
     if not kwargs:
         takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
-        raise TypeError(f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}")
+        raise TypeError(
+            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
+        )
     return (), kwargs
 
 
@@ -246,6 +252,21 @@ def unwrap(module: nn.Module) -> nn.Module:
         if path and not strip_wrappers(path):
             module = inner
     return module
+
+
+def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", repr(factory))
+        raise TypeError(
+            f"the teacher factory {name}{signature} is called without arguments, and {error}: wrap it, as in "
+            f"functools.partial({name}, ...)"
+        ) from None
 
 
 def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
