@@ -44,7 +44,7 @@ class Images(Dataset[dict[str, Tensor]]):
         return {"image": self.image[rows], "label": self.label[rows]}
 
 
-def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_it_is(batch: Any) -> Any:
     return batch
 
 
@@ -71,7 +71,9 @@ class Digits(L.LightningDataModule):
     ) -> None:
         super().__init__()
         if labels is not None and (labels % CLASSES or not CLASSES <= labels <= 500):
-            raise ValueError(f"labels={labels}: give a multiple of ten from 10 to 500, or null for all of them.")
+            raise ValueError(
+                f"labels={labels}: give a multiple of ten from 10 to 500, or null for all of them."
+            )
         self.labels, self.batch_size, self.passes, self.seed = labels, batch_size, passes, seed
         pixels, digits = load_digits(return_X_y=True)
         image = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
@@ -195,9 +197,7 @@ class DigitsStudent(Classifier):
         return scores
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(
-            self(batch["image"]), batch["label"], ignore_index=UNLABELLED, reduction="sum"
-        )
+        loss = F.cross_entropy(self(batch["image"]), batch["label"], ignore_index=UNLABELLED, reduction="sum")
         # A batch may hold no labelled image at all: its mean would be 0 / 0.
         loss = loss / (batch["label"] != UNLABELLED).sum().clamp(min=1)
         self.log("train_loss", loss)
@@ -208,4 +208,4 @@ def accuracy(model: nn.Module, *, data: Digits, teacher: nn.Module) -> float:
     """Percent of the 597 test images that `model` classifies right."""
     with torch.no_grad():
         right = model(data.test.image).argmax(dim=1) == data.test.label
-    return 100 * right.double().mean().item()
+    return float(100 * right.double().mean())

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.functional import spearman_corrcoef
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
+from transformers.utils import logging
 
 __all__ = ["Prose", "SentenceEncoder", "agreement", "docstring_sentences", "minilm"]
 
@@ -41,7 +42,13 @@ def minilm_folder() -> str:
 
 def minilm() -> PreTrainedModel:
     """all-MiniLM-L6-v2 (Wang et al., 2020): 6 layers of width 384, trained on a thousand million sentence pairs."""
-    model: PreTrainedModel = AutoModel.from_pretrained(minilm_folder())
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for a second's reading, at each of many loads
+    try:
+        model: PreTrainedModel = AutoModel.from_pretrained(minilm_folder())
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return model
 
 
@@ -83,6 +90,10 @@ class Prose(L.LightningDataModule):
         self.batch_size, self.max_length, self.seed = batch_size, max_length, seed
         self.tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
         sentences = docstring_sentences()
+        if not sentences:
+            raise FileNotFoundError(
+                f"no docstrings in {sysconfig.get_path('stdlib')}: this Python came without its library's source"
+            )
         self.test = [s for s in sentences if _drawn(s) < 20]
         self.validation = [s for s in sentences if 20 <= _drawn(s) < 30]
         self.train = [s for s in sentences if _drawn(s) >= 30]
@@ -119,11 +130,13 @@ class SentenceEncoder(L.LightningModule):
         temperature: of the contrastive loss.
     """
 
-    def __init__(self, *, layers: Sequence[int] = (0, 3), lr: float = 1e-4, temperature: float = 0.05) -> None:
+    def __init__(
+        self, *, layers: Sequence[int] = (0, 3), lr: float = 1e-4, temperature: float = 0.05
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.lr, self.temperature = lr, temperature
-        self.encoder = minilm()
+        self.encoder = cast(Any, minilm())
         self.encoder.encoder.layer = nn.ModuleList(self.encoder.encoder.layer[i] for i in layers)
         self.encoder.config.num_hidden_layers = len(layers)
         self.encoder.pooler = None
@@ -149,7 +162,9 @@ class SentenceEncoder(L.LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
         steps = int(self.trainer.estimated_stepping_batches)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,10 @@ def _dispatch(arguments: list[str]) -> int:
     if command and command[0] not in "-+~" and "=" not in command:
         known = {"explain", "recipes", *(f"recipe={name}" for name in catalog.recipes())}
         raise Refusal(f"There is no command {command!r}. {nearest(command, known)} See softs-distill --help.")
+    if not any(argument.startswith("-") for argument in arguments):
+        _through_hydra(
+            [*arguments, *WRITE_NOTHING], check
+        )  # a recipe that is refused leaves no folder behind
     return _run(arguments)
 
 
@@ -101,7 +105,9 @@ def _recipes(arguments: list[str]) -> int:
         case [action, *_] if action not in ("list", "show", "copy"):
             raise Refusal(f"There is no 'recipes {action}'. {nearest(action, ['list', 'show', 'copy'])}")
         case _:
-            raise Refusal("Write: recipes list, recipes show NAME, or recipes copy NAME [FOLDER or FILE.yaml].")
+            raise Refusal(
+                "Write: recipes list, recipes show NAME, or recipes copy NAME [FOLDER or FILE.yaml]."
+            )
     return 0
 
 
@@ -110,12 +116,14 @@ def _run(arguments: list[str]) -> int:
         check(recipe)
         _quieten()
         from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
 
         from softs_lightning.experiment import run_recipe
 
         hydra = HydraConfig.get()
+        sweep = hydra.mode is RunMode.MULTIRUN
         name, directory = hydra.runtime.choices[catalog.GROUP], Path(hydra.runtime.output_dir)
-        run_recipe(recipe, name=name, directory=directory, mode=hydra.mode)
+        run_recipe(recipe, name=name, directory=directory, sweep=sweep)
 
     _through_hydra(arguments, run)
     return 0
@@ -201,7 +209,9 @@ def _call_hydra(arguments: list[str], task: Task) -> None:
     import hydra
 
     with _command_line(arguments), _environment(HYDRA_FULL_ERROR="1"):
-        hydra.main(version_base="1.3", config_path="pkg://softs_lightning.conf", config_name="distill")(task)()
+        hydra.main(version_base="1.3", config_path="pkg://softs_lightning.conf", config_name="distill")(
+            task
+        )()
 
 
 @contextmanager
@@ -256,7 +266,9 @@ def _plainly(error: Exception, arguments: list[str]) -> str:
             f"This recipe has no option {name!r}. {_nearest_option(name, _options(arguments))} "
             f"(To hand on one that the recipe does not mention: +{name}=...)"
         )
-    if (group := re.search(r"Could not override '?([^'\s]+)'?\.\s*No match in the defaults", text)) is not None:
+    if (
+        group := re.search(r"Could not override '?([^'\s]+)'?\.\s*No match in the defaults", text)
+    ) is not None:
         return f"This recipe has no group {group[1]!r}. {_nearest_option(group[1], _options(arguments))}"
     if "mismatched input" in text or "no viable alternative" in text or "token recognition" in text:
         return (
@@ -278,19 +290,20 @@ def _nearest_option(name: str, options: list[str]) -> str:
 
 def _options(arguments: list[str]) -> list[str]:
     """Every option of the recipe that `arguments` name, as written on the command line."""
-    from omegaconf import DictConfig, ListConfig
+    from omegaconf import OmegaConf
 
     found: list[str] = []
 
     def collect(node: Any, path: str) -> None:
-        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
-        for key in keys:
+        inside: Iterable[tuple[Any, Any]] = ()
+        if isinstance(node, dict):
+            inside = node.items()
+        elif isinstance(node, list):
+            inside = enumerate(node)
+        for key, value in inside:
             name = f"{path}.{key}" if path else str(key)
             found.append(name)
-            inner = node._get_node(key)
-            if isinstance(inner, (DictConfig, ListConfig)) and not inner._is_none() and not inner._is_missing():
-                if not inner._is_interpolation():
-                    collect(inner, name)
+            collect(value, name)
 
     kept = [
         argument
@@ -298,5 +311,5 @@ def _options(arguments: list[str]) -> list[str]:
         if argument.startswith((catalog.GROUP + "=", "--config-dir", "-cd"))
         or (position and arguments[position - 1] in ("--config-dir", "-cd"))
     ]
-    _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(recipe, ""))
+    _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(OmegaConf.to_container(recipe), ""))
     return found

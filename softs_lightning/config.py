@@ -17,7 +17,18 @@ from softs_lightning.product import ProductSpec
 
 __all__ = ["PAIR_OPTIONS", "SECTIONS", "Failure", "Refusal", "build", "check", "nearest"]
 
-SECTIONS = ("seeds", "seed", "threads", "data", "teacher", "student", "pairs", "callbacks", "trainer", "judge")
+SECTIONS = (
+    "seeds",
+    "seed",
+    "threads",
+    "data",
+    "teacher",
+    "student",
+    "pairs",
+    "callbacks",
+    "trainer",
+    "judge",
+)
 """The nodes of a recipe; every one of them must be filled in."""
 
 PAIR_TARGET = "softs_lightning.Pair"
@@ -82,7 +93,9 @@ def check(recipe: DictConfig) -> None:
     """
     for key in recipe:
         if key not in SECTIONS:
-            raise Refusal(f"The recipe has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}")
+            raise Refusal(
+                f"The recipe has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}"
+            )
     for key in SECTIONS:
         if key not in recipe or OmegaConf.is_missing(recipe, key):
             raise Refusal(f"The recipe does not say {key!r}. A recipe has: {', '.join(SECTIONS)}.")
@@ -118,7 +131,9 @@ def _check_pairs(pairs: Any) -> None:
             raise Refusal(f"{where} must be a pair, but is {pair!r}.")
         if pair.get("_target_") == PAIR_TARGET:
             _check_options(where, pair)
-        widths = {side: _selected(f"{where}.{side}", pair[side]) for side in ("teacher", "student") if side in pair}
+        widths = {
+            side: _selected(f"{where}.{side}", pair[side]) for side in ("teacher", "student") if side in pair
+        }
         if len(set(widths.values())) > 1:
             raise Refusal(
                 f"{where} selects {widths['teacher']} of the teacher's activations ({pair['teacher']}) and "

@@ -9,21 +9,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
-from hydra.types import RunMode
-from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from softs_lightning.callback import DistillationCallback
-from softs_lightning.config import Failure, Refusal
-from softs_lightning.explain import build, examine, parameters
+from softs_lightning.config import Failure, Refusal, build
+from softs_lightning.explain import examine, parameters
 from softs_lightning.report import ALONE, DISTILLED, Result, Stop, draw_curves, read_curves, write_metrics
 
 __all__ = ["run_recipe"]
@@ -39,14 +36,15 @@ FILES = {
 Score = Callable[[nn.Module], float]
 
 
-def run_recipe(recipe: DictConfig, *, name: str, directory: Path, mode: RunMode) -> Result:
+def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool) -> Result:
     """Run a checked recipe and write what came of it to `directory`.
 
     Raises:
         Refusal: before any training, when the recipe cannot work.
         Failure: when the teacher scores no better than the student alone.
     """
-    _refuse_sweep_over_processes(recipe, mode)
+    if sweep:
+        _refuse_processes(recipe)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     seen = examine(recipe)
@@ -86,9 +84,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _refuse_sweep_over_processes(recipe: DictConfig, mode: RunMode) -> None:
-    if mode is not RunMode.MULTIRUN:
-        return
+def _refuse_processes(recipe: DictConfig) -> None:
     trainer = build(recipe.trainer, "trainer", logger=False)
     if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
         raise Refusal(
@@ -106,7 +102,9 @@ def _train(recipe: DictConfig, seed: int, arm: str, directory: Path) -> L.Lightn
     _say(f"student {arm}, seed {seed} ({number} of {total})")
     L.seed_everything(seed, verbose=False)
     student: L.LightningModule = build(recipe.student, "student")
-    callbacks = [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
+    callbacks = [
+        build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None
+    ]
     if arm == ALONE:
         callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
     logger = CSVLogger(directory / "logs", name=arm, version=str(seed))
@@ -138,12 +136,11 @@ def _refuse_poor_teacher(recipe: DictConfig, teacher: float, alone: tuple[float,
 def _write(recipe: DictConfig, result: Result, directory: Path) -> None:
     curves = read_curves(directory / "logs")
     write_metrics(curves, directory / "metrics.csv")
-    draw_curves(curves, directory / "curves.png", title=f"{result.recipe}: student alone and distilled")
+    figure = draw_curves(curves, title=f"{result.recipe}: student alone and distilled")
+    figure.savefig(directory / "curves.png", dpi=120)
     OmegaConf.save(recipe, directory / "config.yaml", resolve=True)
     (directory / "report.md").write_text(result.markdown(files=FILES), encoding="utf-8")
     print(f"\n{result.table()}\n")
     for stop in result.stops:
         print(f"The teacher {stop}.")
     print(f"{result.verdict()}\nReport, student, curves: {directory}")
-
-

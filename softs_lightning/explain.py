@@ -69,7 +69,9 @@ def examine(recipe: DictConfig) -> Examination:
     """
     batch = _batch(recipe)
     student: L.LightningModule = build(recipe.student, "student")
-    callbacks = [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
+    callbacks = [
+        build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None
+    ]
     distilling = [callback for callback in callbacks if isinstance(callback, DistillationCallback)]
     if not distilling:
         raise Refusal("None of the recipe's callbacks distils; callbacks=distill adds the one that does.")
@@ -97,7 +99,9 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
         wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
         teacher.check(wanted)
         supplied = teacher.supply(batch, wanted)
-        theirs = [_selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in callback.pairs]
+        theirs = [
+            _selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in callback.pairs
+        ]
         cost = teacher.cost(batch, wanted)
         name, size = type(teacher.module).__name__, parameters(teacher.module)
     with _refusing(f"{callback.name}, student"):
@@ -145,12 +149,16 @@ def explain_recipe(recipe: DictConfig) -> str:
 
 
 def _headline(pair: Pair) -> str:
-    loss = type(pair.loss).__name__ if isinstance(pair.loss, nn.Module) else getattr(pair.loss, "__name__", "loss")
+    loss = (
+        type(pair.loss).__name__
+        if isinstance(pair.loss, nn.Module)
+        else getattr(pair.loss, "__name__", "loss")
+    )
     match pair.projector:
         case None:
             projector = "no projector"
-        case "linear":
-            projector = "a linear projector"
+        case str(kind):
+            projector = f"projector {kind}"
         case module:
             projector = f"projector {type(module).__name__}"
     return f"pair {pair.name}: {loss}, weight {pair.weight:g}, {projector}"

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Curves", "Result", "Stop", "draw_curves", "read_curves", "write_metrics"]
+from matplotlib.figure import Figure
+
+__all__ = ["ALONE", "DISTILLED", "Curves", "Result", "Stop", "draw_curves", "read_curves", "write_metrics"]
 
 ALONE, DISTILLED = "alone", "distilled"
 ARMS = (ALONE, DISTILLED)
@@ -118,10 +120,13 @@ class Result:
             "|---|---|---:|",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
-            f"Mean ± standard deviation over {len(self.seeds)} seeds." if len(self.seeds) > 1 else "One seed.",
+            f"Mean ± standard deviation over {len(self.seeds)} seeds."
+            if len(self.seeds) > 1
+            else "One seed.",
             *(f"The teacher {stop}." for stop in self.stops),
             "",
-            f"| seed | alone | distilled |\n|---:|---:|---:|",
+            "| seed | alone | distilled |",
+            "|---:|---:|---:|",
             *(
                 f"| {seed} | {before:.{self.digits}f} | {after:.{self.digits}f} |"
                 for seed, before, after in zip(self.seeds, self.alone, self.distilled, strict=True)
@@ -158,24 +163,21 @@ def write_metrics(curves: Curves, file: Path) -> None:
                     table.writerows((arm, seed, step, metric, value) for step, value in points)
 
 
-def draw_curves(curves: Curves, file: Path, *, title: str) -> None:
-    """A picture with one panel a validation metric (all metrics, if none starts with "val"): mean and range."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw_curves(curves: Curves, *, title: str) -> Figure:
+    """One panel for each validation metric (for each metric, if no name starts with "val"): mean and range."""
     chosen = [metric for metric in sorted(curves) if metric.startswith("val")] or sorted(curves)
+    # Not through pyplot: no display and no global state is touched.
     figure = Figure(figsize=(6.4 * max(1, len(chosen)), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # a canvas of its own: no display and no global state is touched
     figure.suptitle(title)
     for index, metric in enumerate(chosen, start=1):
-        axes = figure.add_subplot(1, len(chosen), index)
+        axes = figure.add_subplot(1, max(1, len(chosen)), index)
         for arm, colour in zip(ARMS, ("#888888", "#1f77b4"), strict=True):
             if arm in curves[metric]:
                 _band(axes, curves[metric][arm], label=f"student {arm}", colour=colour)
         axes.set(xlabel="step", ylabel=metric.replace("_", " "))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file, dpi=120)
+    return figure
 
 
 def _band(axes: Any, seeds: Mapping[int, Sequence[tuple[int, float]]], *, label: str, colour: str) -> None:

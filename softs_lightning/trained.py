@@ -91,7 +91,9 @@ class TrainedTeacher:
             "source": inspect.getsource(inspect.getmodule(target) or target),
             "data": _plain(self.data),
             "contents": data.fingerprint(),
-            "trainer": {name: value for name, value in _plain(self.trainer).items() if "progress_bar" not in name},
+            "trainer": {
+                name: value for name, value in _plain(self.trainer).items() if "progress_bar" not in name
+            },
             "seed": self.seed,
         }
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -127,4 +129,7 @@ class TrainedTeacher:
 def _plain(node: Node) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node))
+    return cast(
+        dict[str, Any],
+        OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node),
+    )
