@@ -27,6 +27,7 @@ from transformers.utils import logging
 __all__ = ["Prose", "SentenceEncoder", "agreement", "docstring_sentences", "minilm"]
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+JUDGED = 200
 PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'’()\-]*[.!?]")
 
 
@@ -175,12 +176,13 @@ def embed(model: nn.Module, batch: BatchEncoding) -> Tensor:
     return F.normalize((hidden * kept).sum(dim=1) / kept.sum(dim=1), dim=-1)
 
 
-def agreement(model: nn.Module, *, data: Prose, teacher: nn.Module, part: str = "test") -> float:
-    """Spearman correlation between the model's and the teacher's similarities of held-out sentence pairs."""
-    sentences = getattr(data, part)[:512]
+def agreement(model: nn.Module, *, data: Prose, teacher: nn.Module) -> float:
+    """Spearman correlation between the model's and the teacher's similarities of held-out sentences, each with each."""
+    # By length: sentences of one batch are padded to the longest of them.
+    sentences = sorted(data.test[:JUDGED], key=len)
 
     def similarities(of: nn.Module) -> Tensor:
-        batches = [data.encode(sentences[i : i + 64]) for i in range(0, len(sentences), 64)]
+        batches = [data.encode(sentences[i : i + 25]) for i in range(0, len(sentences), 25)]
         with torch.no_grad():
             vectors = torch.cat([embed(of, batch) for batch in batches]).double()
         above = torch.triu_indices(len(vectors), len(vectors), offset=1)

@@ -99,11 +99,11 @@ def check(recipe: DictConfig) -> None:
     for key in SECTIONS:
         if key not in recipe or OmegaConf.is_missing(recipe, key):
             raise Refusal(f"The recipe does not say {key!r}. A recipe has: {', '.join(SECTIONS)}.")
+    _check_seeds(OmegaConf.to_container(recipe)["seeds"])  # type: ignore[index,call-overload]
     try:
         plain: Any = OmegaConf.to_container(recipe, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise Refusal(f"The recipe is not complete: {error}") from None
-    _check_seeds(plain["seeds"])
     _check_pairs(plain["pairs"])
     _check_judge(plain["judge"])
     threads = plain["threads"]
