@@ -166,7 +166,8 @@ def take(value: Any, pick: Sequence[int | str]) -> Any:
     """Follow a pick into a nested value.
 
     An index picks from tuples and lists (and from outputs that convert to one by ``to_tuple``),
-    a key from mappings, named tuples and dataclasses.
+    a key from mappings, named tuples, torch's return types and dataclasses. In a mapping without
+    the number 0, ``0`` is the key ``"0"``.
 
     Raises:
         LookupError: when a step cannot be taken; the message says what stood there.
@@ -188,13 +189,14 @@ def _step(value: Any, step: int | str) -> Any:
         if hasattr(value, "to_tuple"):
             return value.to_tuple()[step]
         if isinstance(value, Mapping):
-            return value[step]
+            return value[step if step in value else str(step)]
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError
         return value[step]
     if isinstance(value, Mapping):
         return value[step]
-    if step in getattr(value, "__dataclass_fields__", ()) or step in getattr(value, "_fields", ()):
+    fields = getattr(value, "__match_args__", ()) if isinstance(value, tuple) else ()
+    if step in fields or step in getattr(value, "__dataclass_fields__", ()):
         return getattr(value, step)
     raise AttributeError(step)
 
