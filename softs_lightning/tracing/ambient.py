@@ -6,7 +6,7 @@ copy, what a block sets up never reaches the model.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +28,13 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     dispatches: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    cuda = None
+    cuda: tuple[int, torch.cuda.Stream] | None = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.current_device(), torch.cuda.current_stream()
+
+    enabled = [each for each in autocast if each[1]]
+    if grad and not inference and not enabled and not (functions or dispatches or hooks or default or cuda):
+        return nullcontext  # as every new thread is; the rest takes longer than a small layer
 
     @contextmanager
     def set_up() -> Iterator[None]:

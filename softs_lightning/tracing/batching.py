@@ -222,7 +222,9 @@ def _padded(inputs: Sequence[Inputs], padding: int | None, side: str) -> Sequenc
     return padded
 
 
-def tokenized(args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any, device: torch.device) -> Inputs:
+def tokenized(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any, model: torch.nn.Module
+) -> Inputs:
     """The input as tensors: text through the tokenizer, a tokenizer's output as keyword arguments.
 
     Raises:
@@ -243,6 +245,7 @@ def tokenized(args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any, dev
         first = tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1)
     elif isinstance(first, dict) or not isinstance(first, Mapping) or "input_ids" not in first:
         return args, kwargs
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
     encoded = {
         key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in first.items()
     }

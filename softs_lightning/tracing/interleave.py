@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from softs_lightning.tracing.baton import Baton
 from softs_lightning.tracing.capture import Body, own_frames_removed
 from softs_lightning.tracing.errors import Cancelled, OutOfOrderError, OutsideTraceError, Unwind
 
@@ -131,14 +132,13 @@ class Worker:
         self.thrown: BaseException | None = None
         self.error: BaseException | None = None
         self.alive = False
-        self.baton = threading.Lock()
+        self.baton: Baton
         self.thread: threading.Thread | None = None
         self.run: Run
 
     # On the block's own thread.
 
     def _main(self, run: "Run", context: contextvars.Context) -> None:
-        self.baton.acquire()
         ACTIVE.worker = self
         try:
             context.run(self._body, run)
@@ -148,19 +148,18 @@ class Worker:
             self.error = error.with_traceback(own_frames_removed(error.__traceback__))
         finally:
             self.alive = False
-            run.baton.release()
+            run.baton.give()
 
     def _body(self, run: "Run") -> None:
-        if self.thrown is None:
-            with run.ambient():
-                self.body.run()
+        with run.ambient():
+            self.body.run()
 
     def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
         """Let the model run on until it reaches one of ``places``."""
         run = self.run
         self.waits_for, self.waits = places, waits
-        run.baton.release()
-        self.baton.acquire()
+        run.baton.give()
+        self.baton.take()
         self.waits_for = self.waits = None
         if self.thrown is not None:
             thrown, self.thrown = self.thrown, None
@@ -219,14 +218,16 @@ class Worker:
 
     # On the model's thread.
 
-    def start(self, run: "Run", context: contextvars.Context) -> None:
+    def start(self, run: "Run", context: contextvars.Context) -> Callable[[], None]:
+        """Make the thread; what is returned starts it, with the baton."""
         self.run = run
         self.alive = True
-        self.baton.acquire()
+        self.baton = Baton()
+        # It begins with the baton: another hand-over would cost as much as the start itself.
         self.thread = threading.Thread(
             target=self._main, args=(run, context), name="traced block", daemon=True
         )
-        self.thread.start()
+        return self.thread.start
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise ``kind`` in the block while it is running."""
@@ -235,13 +236,19 @@ class Worker:
                 ctypes.c_ulong(self.thread.ident), ctypes.py_object(kind)
             )
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Wait for the thread; whether it has ended."""
+        ended = True
         if self.thread is not None:
             self.thread.join(_PATIENCE)
-            if self.thread.is_alive():
+            ended = not self.thread.is_alive()
+            if ended:
+                self.baton.close()
+            else:
                 warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
         self.thread = self.rows = None
         self.__dict__.pop("run", None)
+        return ended
 
 
 class Run:
@@ -268,8 +275,7 @@ class Run:
         self.saves = saves
         self.name_of = name_of
         self.ambient = ambient
-        self.baton = threading.Lock()
-        self.baton.acquire()
+        self.baton: Baton
         self.waiting: dict[Place, list[Worker]] = {}
         self.wanted: dict[int, int] = {}
         self.ready: deque[Worker] = deque()
@@ -293,6 +299,7 @@ class Run:
             BaseException: what the call or a block raised, as it was raised.
         """
         outer, ACTIVE.run = ACTIVE.run, self
+        self.baton = Baton()
         try:
             try:
                 self._start()
@@ -357,8 +364,7 @@ class Run:
 
     def _start(self) -> None:
         for worker in self.workers:
-            worker.start(self, contextvars.copy_context())
-            self._resume(worker)
+            self._resume(worker, worker.start(self, contextvars.copy_context()))
             self._go_on()
 
     def _pause(self, place: Place, value: Any) -> Event:
@@ -416,14 +422,15 @@ class Run:
         assert rows is not None
         return rows.gather([value for _, value in skips])
 
-    def _resume(self, worker: Worker) -> None:
+    def _resume(self, worker: Worker, start: Callable[[], None] | None = None) -> None:
         """Let a block run until it waits for something or ends."""
+        give = start or worker.baton.give
         try:
-            worker.baton.release()
-            self.baton.acquire()
+            give()
+            self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
             worker.interrupt(type(interruption))
-            if not self.baton.acquire(timeout=_PATIENCE):
+            if not self.baton.take(_PATIENCE):
                 warnings.warn("a traced block goes on after an interruption", stacklevel=2)
             worker.error = None
             raise
@@ -492,9 +499,9 @@ class Run:
             while worker.alive:
                 worker.waits_for = None
                 worker.thrown = Cancelled()
-                worker.baton.release()
+                worker.baton.give()
                 tries += 1
-                if tries > 100 or not self.baton.acquire(timeout=_PATIENCE):
+                if tries > 100 or not self.baton.take(_PATIENCE):
                     break
             if worker.error is not None:
                 error, worker.error = worker.error, None
@@ -502,8 +509,8 @@ class Run:
                 del error
 
     def _release(self) -> None:
-        for worker in self.workers:
-            worker.close()
+        if all([worker.close() for worker in self.workers]):
+            self.baton.close()  # else a thread that was left behind might give it, to whatever came after
         self.workers, self.observers = [], []
         self.waiting.clear()
         self.ready.clear()

@@ -2,8 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,7 +234,7 @@ class InterleavingTracer(Capturing):
 
     def _tokenized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         assert self.envoy is not None
-        return tokenized(args, kwargs, self.envoy._tokenizer, _device(self.envoy.module))
+        return tokenized(args, kwargs, self.envoy._tokenizer, self.envoy.module)
 
     def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
         assert self.envoy is not None
@@ -243,26 +242,22 @@ class InterleavingTracer(Capturing):
         call = module if self.fn is None else self.fn
         if isinstance(call, str):
             call = getattr(module, call)
-        modules = list(module.modules())
+        modules = _tree(module)
 
         def name_of(key: int, kind: str) -> str:
             name = next(name for name, each in module.named_modules() if id(each) == key)
             return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
 
-        with self._around(inputs) as (args, kwargs), interposed(modules):
+        (args, kwargs), caches = inputs, self._caches
+        with interposed(modules):
             workers = [Worker(body, rows) for body, rows in blocks]
             run = self._run = Run(workers, {id(each) for each in modules}, saves, name_of, ambient.snapshot())
-            run.observers.extend(self._caches)
+            run.observers.extend(caches)
             try:
                 run.drive(functools.partial(call, *args, **kwargs))
             finally:
-                for recorder in self._caches:
+                for recorder in caches:
                     recorder.finish()
-
-    @contextmanager
-    def _around(self, inputs: Inputs) -> Iterator[Inputs]:
-        """What the whole run happens in; the input as it is there."""
-        yield inputs
 
 
 class ScanningTracer(InterleavingTracer):
@@ -273,13 +268,12 @@ class ScanningTracer(InterleavingTracer):
     modules meanwhile are set back, because they hold fake tensors.
     """
 
-    @contextmanager
-    def _around(self, inputs: Inputs) -> Iterator[Inputs]:
+    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         assert self.envoy is not None
-        modules = list(self.envoy.module.modules())
+        modules = _tree(self.envoy.module)
         before = [
             (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters)) for each in modules
         ]
@@ -291,7 +285,7 @@ class ScanningTracer(InterleavingTracer):
 
         try:
             with mode:
-                yield map_tensors(fake, inputs)
+                super()._interleave(blocks, map_tensors(fake, inputs), saves)
         finally:
             for module, attributes, buffers, parameters in before:
                 module.__dict__.clear()
@@ -383,8 +377,16 @@ def _selected(
     return targets, paths
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next((each.device for each in module.parameters()), torch.device("cpu"))
+def _tree(root: nn.Module) -> list[nn.Module]:
+    """Every module once; `nn.Module.modules` takes as long as a small forward."""
+    seen = {id(root): root}
+    stack = [root]
+    while stack:
+        for each in stack.pop()._modules.values():
+            if each is not None and id(each) not in seen:
+                seen[id(each)] = each
+                stack.append(each)
+    return list(seen.values())
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
