@@ -26,7 +26,7 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     # There is no public way to look at the two stacks of modes, nor at the hooks for saved tensors.
     functions: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     dispatches: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     cuda: tuple[int, torch.cuda.Stream] | None = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

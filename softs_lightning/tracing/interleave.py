@@ -7,6 +7,7 @@ over the baton waits for its own.
 
 import contextvars
 import ctypes
+import itertools
 import threading
 import warnings
 from collections import deque
@@ -111,6 +112,14 @@ class Event:
             assert worker.rows is not None
             self.value = worker.rows.widen(self.value, value)
         self.writes.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What was kept from the beginning of a visit for its end."""
+
+    event: Event
+    tokens: list[Any]
 
 
 class Worker:
@@ -247,6 +256,7 @@ class Worker:
             else:
                 warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
         self.thread = self.rows = None
+        del self.body
         self.__dict__.pop("run", None)
         return ended
 
@@ -256,7 +266,7 @@ class Run:
 
     Args:
         workers: the blocks, in the order in which they are served where several wait for the same thing.
-        members: ids of the modules that report their visits.
+        members: ids of the modules that report their visits, to 0 visits each.
         saves: the values to keep.
         name_of: the name of a location, for messages.
         ambient: a context manager to run each block in.
@@ -265,13 +275,12 @@ class Run:
     def __init__(
         self,
         workers: list[Worker],
-        members: set[int],
+        members: dict[int, int],
         saves: Any,
         name_of: Callable[[int, str], str],
         ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.workers = workers
-        self.members = members
         self.saves = saves
         self.name_of = name_of
         self.ambient = ambient
@@ -281,9 +290,10 @@ class Run:
         self.ready: deque[Worker] = deque()
         self.observers: list[Observer] = []
         self.event: Event | None = None
-        self.begun: dict[int, int] = {}
-        self.stack: list[tuple[int, int]] = []
-        self.last: tuple[int, str] | None = None
+        self.begun = members
+        self.ended = dict(members)
+        self.last = 0  # the module reached last: positive at its beginning, negative at its end
+        self.attentive = False  # whether every visit is looked at, not only those a block waits for
         self.unwind: Unwind | None = None
         self.stopper: Worker | None = None
         self.failure: BaseException | None = None
@@ -333,34 +343,42 @@ class Run:
         self, module: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call ``forward`` for a module, with the blocks that wait for it served before and after."""
+        number = self.begun[module]
+        self.begun[module] = number + 1
+        self.last = module
+        entry = None
+        if self.attentive or module in self.wanted:
+            entry = self._enter(module, number, (args, kwargs))
+            args, kwargs = entry.event.value
+        if entry is None or not entry.event.skips:
+            value = forward(*args, **kwargs)
+        else:
+            value = self._skipped(entry.event.skips)
+        self.last = -module
+        if self.attentive or module in self.wanted:
+            value = self._leave(module, number, value, entry)
+        self.ended[module] = number + 1
+        return value
+
+    def _enter(self, module: int, number: int, inputs: Any) -> "Entry":
         if self.unwind is not None:
             raise self.unwind
-        number = self.begun.get(module, 0)
-        self.begun[module] = number + 1
-        self.stack.append((module, number))
-        try:
-            skipped: list[tuple[Worker, Any]] = []
-            self.last = (module, ENTRY)
-            if module in self.wanted:
-                event = self._pause((module, ENTRY, number), (args, kwargs))
-                (args, kwargs), skipped = event.value, event.skips
-                del event
-            tokens = [each.entered(module, (args, kwargs)) for each in self.observers]
-            if self.unwind is not None:
-                raise self.unwind
-            value = self._skipped(skipped) if skipped else forward(*args, **kwargs)
-            if self.unwind is not None:
-                raise self.unwind
-            self.last = (module, OUTPUT)
-            if module in self.wanted:
-                value = self._pause((module, OUTPUT, number), value).value
-            for observer, token in zip(self.observers, tokens, strict=False):
-                observer.left(module, value, token)
-            if self.unwind is not None:
-                raise self.unwind
-            return value
-        finally:
-            self.stack.pop()
+        event = self._pause((module, ENTRY, number), inputs)
+        tokens = [each.entered(module, event.value) for each in self.observers]
+        if self.unwind is not None:
+            raise self.unwind
+        return Entry(event, tokens)
+
+    def _leave(self, module: int, number: int, value: Any, entry: "Entry | None") -> Any:
+        if self.unwind is not None:
+            raise self.unwind
+        value = self._pause((module, OUTPUT, number), value).value
+        tokens = entry.tokens if entry is not None else []
+        for observer, token in itertools.zip_longest(self.observers, tokens):
+            observer.left(module, value, token)
+        if self.unwind is not None:
+            raise self.unwind
+        return value
 
     def _start(self) -> None:
         for worker in self.workers:
@@ -439,6 +457,7 @@ class Run:
             if self.failure is None:
                 self.failure = failure
                 self.unwind = Unwind()
+                self.attentive = True
             del failure
         elif worker.alive and worker.waits_for is not None:
             for place in worker.waits_for:
@@ -509,7 +528,8 @@ class Run:
                 del error
 
     def _release(self) -> None:
-        if all([worker.close() for worker in self.workers]):
+        ended = [worker.close() for worker in self.workers]
+        if all(ended):
             self.baton.close()  # else a thread that was left behind might give it, to whatever came after
         self.workers, self.observers = [], []
         self.waiting.clear()
@@ -523,21 +543,21 @@ class Run:
         module, kind, number = place
         if self.over and self.stopper not in (None, worker):
             raise Cancelled
-        if module != RESULT and module not in self.members:
+        if module != RESULT and module not in self.begun:
             raise ValueError(f"{name} belongs to no module of the model that is being traced")
         if self.over or (self.finished and module != RESULT):
             raise self._missed(place, name)
-        inside = kind == OUTPUT and (module, number) in self.stack
-        if module != RESULT and number < self.begun.get(module, 0) and not inside:
+        if module != RESULT and number < (self.begun if kind == ENTRY else self.ended)[module]:
             raise self._missed(place, name)
 
     def around(self, place: Place) -> tuple[int, ...]:
         """The module of ``place``, and those running around it that have been visited as often."""
-        return (*(module for module, visit in self.stack if visit == place[2]), place[0])
+        inside = [each for each, begun in self.begun.items() if begun == place[2] + 1 > self.ended[each]]
+        return (*inside, place[0])
 
     def another(self, worker: Worker, modules: tuple[int, ...], step: int, name: str) -> bool:
         """Wait for visit number ``step`` of any of ``modules``; whether there is one."""
-        if any(step < self.begun.get(module, 0) for module in modules):
+        if any(step < self.begun[module] for module in modules):
             return True
         if self.finished or self.over:
             return False
@@ -545,10 +565,16 @@ class Run:
         worker.park(tuple((module, ENTRY, step) for module in dict.fromkeys(modules)), question)
         return question.reached
 
+    def observe(self, observer: Observer) -> None:
+        """Show ``observer`` every visit from now on."""
+        self.observers.append(observer)
+        self.attentive = True
+
     def stop(self, worker: Worker) -> None:
         """Leave the model as soon as everybody at this location is served."""
         self.stopper = worker
         self.unwind = Unwind()
+        self.attentive = True
         self.over = True
 
     def release(self, workers: list[Worker]) -> None:
@@ -559,11 +585,10 @@ class Run:
         module, _, number = place
         visits = self.begun.get(module, 0)
         which = f"{name} (visit {number})" if number else name
-        last = (
-            f"the last location reached is {self.name_of(*self.last)}"
-            if self.last
-            else "no module was reached"
-        )
+        last = "no module was reached"
+        if self.last:
+            where = self.name_of(abs(self.last), ENTRY if self.last > 0 else OUTPUT)
+            last = f"the last location reached is {where}"
         if self.stopper is not None:
             return OutOfOrderError(f"{which} was asked for after tracer.stop(): {last}")
         if module == RESULT:

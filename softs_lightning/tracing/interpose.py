@@ -38,7 +38,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = ACTIVE.run
-        if run is None or self.key not in run.members:
+        if run is None or self.key not in run.begun:
             return self.__wrapped__(*args, **kwargs)
         return run.visit(self.key, self.__wrapped__, args, kwargs)
 

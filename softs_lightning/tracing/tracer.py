@@ -134,7 +134,7 @@ class InterleavingTracer(Capturing):
             non_blocking=non_blocking,
         )
         if worker is not None:
-            worker.run.observers.append(recorder)
+            worker.run.observe(recorder)
         self._caches.append(recorder)
         view = recorder.view
         saves = current_saves()
@@ -251,8 +251,11 @@ class InterleavingTracer(Capturing):
         (args, kwargs), caches = inputs, self._caches
         with interposed(modules):
             workers = [Worker(body, rows) for body, rows in blocks]
-            run = self._run = Run(workers, {id(each) for each in modules}, saves, name_of, ambient.snapshot())
-            run.observers.extend(caches)
+            run = self._run = Run(
+                workers, {id(each): 0 for each in modules}, saves, name_of, ambient.snapshot()
+            )
+            for recorder in caches:
+                run.observe(recorder)
             try:
                 run.drive(functools.partial(call, *args, **kwargs))
             finally:
