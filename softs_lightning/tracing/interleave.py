@@ -8,6 +8,7 @@ over the baton waits for its own.
 import contextvars
 import ctypes
 import itertools
+import sys
 import threading
 import warnings
 from collections import deque
@@ -149,6 +150,8 @@ class Worker:
 
     def _main(self, run: "Run", context: contextvars.Context) -> None:
         ACTIVE.worker = self
+        if self.tracer is not None and threading.gettrace() is None:
+            sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
         try:
             context.run(self._body, run)
         except Cancelled:
@@ -231,6 +234,7 @@ class Worker:
         """Make the thread; what is returned starts it, with the baton."""
         self.run = run
         self.alive = True
+        self.tracer = sys.gettrace()
         self.baton = Baton()
         # It begins with the baton: another hand-over would cost as much as the start itself.
         self.thread = threading.Thread(
@@ -258,6 +262,7 @@ class Worker:
         self.thread = self.rows = None
         del self.body
         self.__dict__.pop("run", None)
+        self.__dict__.pop("tracer", None)
         return ended
 
 
