@@ -339,10 +339,12 @@ class Run:
             self._release()
         if self.failure is not None:
             failure, self.failure = self.failure, None
+            context = failure.__context__
             try:
                 raise failure
             finally:
-                del failure
+                failure.__context__ = context  # raising it here took the exception that is handled here
+                del failure, context
 
     def visit(
         self, module: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

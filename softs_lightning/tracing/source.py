@@ -85,7 +85,7 @@ def _read(frame: FrameType) -> Site:
     compiled = _compile(statement, owner, code)
     names = _names(compiled) - {SAVE, "save"}
     last = statement.end_lineno or statement.lineno
-    if not names <= _names(code) or last > max(_lines(code)):
+    if not names <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
     first = min(_first_line(body[0]), body[0].lineno) if body else None
     return Site(compiled, frozenset(_names(compiled)), first, last, _guarded(frame))
@@ -195,7 +195,9 @@ def _first_line(node: ast.stmt) -> int:
 def _compile(statement: ast.With, owner: str | None, code: CodeType) -> CodeType:
     arguments = code.co_varnames[: code.co_argcount]
     rewrite = _Rewrite(owner, arguments[0] if arguments else None)
-    module = ast.Module([rewrite.visit(node) for node in statement.body], type_ignores=[])
+    # The leading statement keeps a text that comes first from becoming the docstring of a module.
+    start = ast.copy_location(ast.Pass(), statement.body[0])
+    module = ast.Module([start, *(rewrite.visit(node) for node in statement.body)], type_ignores=[])
     try:
         compiled = compile(
             ast.fix_missing_locations(module),
@@ -311,9 +313,3 @@ def _names(code: CodeType) -> set[str]:
         for name in (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
         if not name.startswith((".", "@py"))
     }
-
-
-def _lines(code: CodeType) -> Iterator[int]:
-    for part in _codes(code):
-        yield part.co_firstlineno
-        yield from (line for _, _, line in part.co_lines() if line is not None)
