@@ -48,18 +48,19 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def _map(function: Callable[..., Any], where: str, *values: Any) -> Any:
     """Apply ``function(where, *leaves)`` over values of the same structure."""
-    first = _children(values[0])
-    if first is None:
-        return function(where, *values)
-    rest = [_children(value) for value in values[1:]]
+    first, *rest = (_children(value) for value in values)
     for value, children in zip(values[1:], rest, strict=True):
         same = isinstance(values[0], Mapping) == isinstance(value, Mapping)
-        if children is None or len(children) != len(first) or not same:
+        if first is None and children is None:
+            continue
+        if first is None or children is None or len(children) != len(first) or not same:
             raise ValueError(f"{where} is {_said(values[0])} in one place and {_said(value)} in another")
         if isinstance(value, Mapping) and list(value) != list(values[0]):
             raise ValueError(
                 f"{where} has the keys {list(values[0])} in one place and {list(value)} in another"
             )
+    if first is None:
+        return function(where, *values)
     names = list(values[0]) if isinstance(values[0], Mapping) else range(len(first))
     mapped = [
         _map(function, f"{where}[{name!r}]", *children)

@@ -42,7 +42,9 @@ class Scope(dict[str, Any]):
         around, local = frame.f_globals, frame.f_locals
         super().__init__((name, local[name]) for name in names if name in local)
         if not frame.f_code.co_flags & _OPTIMIZED and frame.f_back is not None:
-            outer = frame.f_back.f_locals  # a class body does not list what it takes from the function around it
+            outer = (
+                frame.f_back.f_locals
+            )  # a class body does not list what it takes from the function around it
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 super().__setitem__(name, outer[name])
         for name in _COPIED:

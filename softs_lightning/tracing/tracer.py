@@ -15,7 +15,7 @@ from softs_lightning.tracing.capture import Body, Capturing, FunctionBody, own_f
 from softs_lightning.tracing.interleave import ACTIVE, OUTPUT, RESULT, Run, Worker, current_worker
 from softs_lightning.tracing.interpose import interposed
 from softs_lightning.tracing.iterations import Barrier, Iterations
-from softs_lightning.tracing.saving import Saves, current_saves, save_or_call
+from softs_lightning.tracing.saving import Saves, current_saves, save, save_or_call
 
 if TYPE_CHECKING:
     from softs_lightning.tracing.envoy import Envoy
@@ -168,14 +168,13 @@ class InterleavingTracer(Capturing):
             raise RuntimeError("this tracer has run; make a new one for each trace")
         saves = Saves(current_saves())
         blocks: list[tuple[Body, RowRange | None]] = [(body, None)]
+        invokes: list[Invoker] = []
         try:
             if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
                 inputs = self._tokenized(self.args, self.kwargs)
             else:
-                invokes: list[Invoker] = []
-                self._invokes = invokes
                 blocks = []
-                self._collect(body, saves)
+                self._collect(body, invokes, saves)
                 inputs, rows = self._batch(invokes)
                 blocks = [(each.body, part) for each, part in zip(invokes, rows, strict=True)]
                 for each, _ in blocks:
@@ -190,14 +189,15 @@ class InterleavingTracer(Capturing):
                 each.push(saves.keeps)
             if not any(each is body for each, _ in blocks):
                 body.push(saves.keeps)
-            for invoke in self._invokes or ():
+            for invoke in invokes:
                 invoke.finish()
-            self.envoy = self._invokes = self._run = None
+            self.envoy = self._run = None
             self.fn, self.args, self.kwargs = None, (), {}
             self._caches = []
         return saves.named
 
-    def _collect(self, body: Body, saves: Saves) -> None:
+    def _collect(self, body: Body, invokes: "list[Invoker]", saves: Saves) -> None:
+        self._invokes = invokes
         outer, ACTIVE.collecting = (ACTIVE.worker, ACTIVE.collecting), saves
         ACTIVE.worker = None
         try:
@@ -206,6 +206,7 @@ class InterleavingTracer(Capturing):
             error.__traceback__ = own_frames_removed(error.__traceback__)
             raise
         finally:
+            self._invokes = None
             ACTIVE.worker, ACTIVE.collecting = outer
 
     def _batch(self, invokes: "list[Invoker]") -> tuple[Inputs, list[RowRange | None]]:
@@ -331,6 +332,7 @@ class Invoker(Capturing):
 
     def __call__(self, function: Callable[..., Any]) -> "Outcome":
         self._execute(FunctionBody(function, (self._tracer,)))
+        save(self._outcome)  # the name it is bound to is one of the body around
         return self._outcome
 
     def finish(self) -> None:

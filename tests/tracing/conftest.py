@@ -28,18 +28,18 @@ class Net(nn.Module):
 Recorded = dict[str, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]
 
 
-@pytest.fixture()
+@pytest.fixture
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
 
 
-@pytest.fixture()
+@pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture()
+@pytest.fixture
 def hooked() -> Callable[..., tuple[Recorded, Any]]:
     """Calls a model with a hook on every module; what they saw, and what it returned."""
 
@@ -53,7 +53,9 @@ def hooked() -> Callable[..., tuple[Recorded, Any]]:
             for name, each in module.named_modules()
         ]
         try:
-            result = module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+            result = (
+                module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+            )
         finally:
             for handle in handles:
                 handle.remove()

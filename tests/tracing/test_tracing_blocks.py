@@ -1,5 +1,7 @@
 """A block runs once, where it stands in the source, and what it saves comes back to where it stands."""
 
+# ruff: noqa: PT012, SIM117 (a trace is a with statement with a body)
+
 import ast
 import asyncio
 import linecache
@@ -14,7 +16,7 @@ from softs_lightning.tracing import Envoy, WithBlockNotFoundError, save, source
 X = torch.ones(2, 3)
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(net):
     return Envoy(net)
 
@@ -143,7 +145,7 @@ def test_class_bodies_methods_and_private_names(model):
             with model.trace(X):
                 own = save(self.__own)
                 base = super().base().save()
-                here = __class__.save()  # noqa: F821
+                here = __class__.save()
                 model.first.output.save()
             return own, base, here
 
@@ -213,7 +215,7 @@ def test_headers_over_several_lines(model):
 def test_a_comment_or_text_at_column_zero_does_not_end_the_body(model):
     with model.trace(X):
         hidden = model.first.output.save()
-# a comment
+        # a comment
         text = """
 at column zero
 """.save()
@@ -301,13 +303,33 @@ def test_an_error_of_the_model_comes_out_as_itself(model):
     ("code", "error", "message"),
     [
         ("with model.trace(X): ran.append(1)\n", ValueError, "on lines of its own"),
-        ("with model.trace(X):\n    try:\n        ran.append(1)\n    finally: pass\n", ValueError, "cannot start with try"),
-        ("with model.trace(X):\n    pass\n    try:\n        ran.append(1)\n    finally: pass\n", ValueError, "try:"),
+        (
+            "with model.trace(X):\n    try:\n        ran.append(1)\n    finally: pass\n",
+            ValueError,
+            "cannot start with try",
+        ),
+        (
+            "with model.trace(X):\n    pass\n    try:\n        ran.append(1)\n    finally: pass\n",
+            ValueError,
+            "try:",
+        ),
         ("with model.trace(X), open('f'):\n    ran.append(1)\n", ValueError, "the last item"),
         ("with model.trace(X), model.trace(X):\n    ran.append(1)\n", ValueError, "the last item"),
-        ("def f():\n    with model.trace(X):\n        return ran.append(1)\nf()\n", SyntaxError, "'return' outside"),
-        ("for _ in X:\n    with model.trace(X):\n        ran.append(1)\n        break\n", SyntaxError, "'break' outside"),
-        ("async def f():\n    with model.trace(X):\n        await ran\nf().send(None)\n", SyntaxError, "await"),
+        (
+            "def f():\n    with model.trace(X):\n        return ran.append(1)\nf()\n",
+            SyntaxError,
+            "'return' outside",
+        ),
+        (
+            "for _ in X:\n    with model.trace(X):\n        ran.append(1)\n        break\n",
+            SyntaxError,
+            "'break' outside",
+        ),
+        (
+            "async def f():\n    with model.trace(X):\n        await ran\nf().send(None)\n",
+            SyntaxError,
+            "await",
+        ),
         ("def f():\n    with model.trace(X):\n        yield ran\nnext(f())\n", SyntaxError, "yield"),
     ],
 )
@@ -343,7 +365,9 @@ def test_dynamic_source_is_found_in_linecache(model):
 def test_a_site_is_parsed_once(model, monkeypatch):
     parsed = []
     parse = ast.parse
-    monkeypatch.setattr(source.ast, "parse", lambda *args, **kwargs: parsed.append(1) or parse(*args, **kwargs))
+    monkeypatch.setattr(
+        source.ast, "parse", lambda *args, **kwargs: parsed.append(1) or parse(*args, **kwargs)
+    )
     for _ in range(3):
         with model.trace(X):
             model.first.output.save()

@@ -1,5 +1,7 @@
 """What a block reads is what hooks see; what it writes is what the model goes on with."""
 
+# ruff: noqa: PT012, SIM117 (a trace is a with statement with a body)
+
 import pytest
 import torch
 from torch import nn
@@ -112,7 +114,10 @@ def test_assigning_inputs_replaces_them(net, x):
 @pytest.mark.parametrize("value", [1, ((1,), 2), ([1], {}), ((), {}, ())])
 def test_inputs_are_a_tuple_and_a_dict(net, x, value):
     model = Envoy(net)
-    with pytest.raises(TypeError, match=r"model\.first\.inputs is a pair of \(args, kwargs\)"), model.trace(x):
+    with (
+        pytest.raises(TypeError, match=r"model\.first\.inputs is a pair of \(args, kwargs\)"),
+        model.trace(x),
+    ):
         model.first.inputs = value
 
 
@@ -123,7 +128,9 @@ def test_a_write_passes_gradients(net, x):
         model.first.output = model.first.output + steer
         result = model.output.save()
     result.sum().backward()
-    torch.tanh(net.second(torch.tanh(net.first(x) + (reference := steer.detach().requires_grad_())))).sum().backward()
+    torch.tanh(
+        net.second(torch.tanh(net.first(x) + (reference := steer.detach().requires_grad_())))
+    ).sum().backward()
     assert torch.equal(steer.grad, reference.grad)
 
 
@@ -146,7 +153,9 @@ def test_skip_puts_a_value_in_place_of_a_module(net, x):
 def test_what_is_inside_a_skipped_module_is_not_reached(x):
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU())
     model = Envoy(net)
-    with pytest.raises(OutOfOrderError, match=r"model\.0\.0\.output was not reached: its module was never called"):
+    with pytest.raises(
+        OutOfOrderError, match=r"model\.0\.0\.output was not reached: its module was never called"
+    ):
         with model.trace(x):
             model[0].skip(x)
             model[0][0].output.save()
@@ -251,7 +260,9 @@ def test_asking_after_stop_says_so(net, x):
 
 def test_too_late_names_the_location_and_what_was_reached(net, x):
     model = Envoy(net)
-    with pytest.raises(OutOfOrderError, match=r"model\.first\.output was asked for after .* is model\.second\.input"):
+    with pytest.raises(
+        OutOfOrderError, match=r"model\.first\.output was asked for after .* is model\.second\.input"
+    ):
         with model.trace(x):
             model.second.input.save()
             model.first.output.save()
