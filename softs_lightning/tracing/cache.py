@@ -54,12 +54,11 @@ class CacheView:
         Raises:
             KeyError: it was not recorded.
         """
-        if self._path is None:
-            raise KeyError("select a module first: cache[path], or cache followed by its attributes")
-        if self._path not in self._store.entries:
+        path = self._path or self._store.root
+        if path not in self._store.entries:
             recorded = ", ".join(self._store.entries) or "nothing"
-            raise KeyError(f"{self._path} was not recorded; recorded: {recorded}")
-        return self._store.entries[self._path]
+            raise KeyError(f"{path} was not recorded; recorded: {recorded}")
+        return self._store.entries[path]
 
     def _values(self, kind: str) -> Any:
         values = [getattr(entry, kind) for entry in self.visits]
@@ -188,7 +187,7 @@ class Recorder:
             taken = tensor.detach() if self._detach else tensor
             dtype = self._dtype if tensor.is_floating_point() or tensor.is_complex() else None
             taken = taken.to(device=self._device, dtype=dtype, non_blocking=self._non_blocking)
-            if self._rows is not None and taken._base is not None:
+            if self._rows is not None and taken.untyped_storage().nbytes() != taken.nbytes:
                 taken = taken.clone()  # or a few rows would keep the whole batch
             if not taken.is_inference():
                 self._versions.append((taken, taken._version, name))

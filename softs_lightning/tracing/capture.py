@@ -47,6 +47,8 @@ class Scope(dict[str, Any]):
             )  # a class body does not list what it takes from the function around it
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 super().__setitem__(name, outer[name])
+            del outer
+            drop_locals(frame.f_back)
         for name in _COPIED:
             if name in around:
                 super().__setitem__(name, around[name])
@@ -124,9 +126,12 @@ class WithBody(Body):
                 self.scope.siblings.append(other.scope)
 
     def release(self) -> None:
-        self.frame, scope = None, self.scope
+        frame, scope = self.frame, self.scope
+        self.frame = None
         del self.scope
         scope.siblings, scope.local = [], {}
+        if frame is not None:
+            drop_locals(frame)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
         # elsewhere, as a gradient hook is, goes on needing its names.
         inside = scope.functions()
@@ -266,6 +271,14 @@ def write_names(frame: FrameType, values: dict[str, Any]) -> None:
         (local if name in own else frame.f_globals)[name] = value
     if sys.version_info < (3, 13):  # there f_locals is a copy
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def drop_locals(frame: FrameType) -> None:
+    """Empty the copy that looking at ``f_locals`` leaves on a frame, which would keep what the frame deletes."""
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
+        local = frame.f_locals
+        if sys.getrefcount(local) == _ALONE + 1:  # else somebody called locals(), which is the same object
+            local.clear()
 
 
 def own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:

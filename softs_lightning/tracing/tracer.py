@@ -287,7 +287,16 @@ class ScanningTracer(InterleavingTracer):
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             return mode.from_tensor(tensor.to("meta") if meta else tensor, static_shapes=True)
 
+        def faked(state: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: None if each is None else mode.from_tensor(each, static_shapes=True)
+                for name, each in state.items()
+            }
+
         try:
+            for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
+                module._buffers.update(faked(buffers))
+                module._parameters.update(faked(parameters))
             with mode:
                 super()._interleave(blocks, map_tensors(fake, inputs), saves)
         finally:
@@ -376,7 +385,9 @@ def _selected(
         wanted = each if isinstance(each, str) else each.path
         found = next((path for path in (wanted, f"{root}.{wanted}") if path in by_path), None)
         if found is None or (not isinstance(each, str) and by_path[found] is not each.module):
-            near = difflib.get_close_matches(wanted, by_path, n=3)
+            near = difflib.get_close_matches(
+                wanted, [*by_path, *(path[len(root) + 1 :] for path in by_path)], n=3
+            )
             raise KeyError(f"{wanted} is no module of the traced model; the nearest are {near}")
         targets[id(by_path[found])] = paths[found]
     return targets, paths

@@ -224,7 +224,7 @@ at column zero
 
 
 def test_imports_and_eval_in_a_block(model):
-    local = 4
+    local = 4  # noqa: F841
     with model.trace(X):
         import math
 
@@ -248,11 +248,11 @@ def test_an_error_comes_out_once_with_the_users_line_last(model):
     with pytest.raises(ZeroDivisionError) as caught:
         with model.trace(X):
             model.first.output.save()
-            1 / 0
+            1 / 0  # noqa: B018
     error = caught.value
     assert error.__context__ is None
     assert error.__cause__ is None
-    assert last_line(error) == "1 / 0"
+    assert last_line(error).startswith("1 / 0")
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert names[0] == names[-1] == "test_an_error_comes_out_once_with_the_users_line_last"
 
@@ -344,7 +344,7 @@ def test_what_cannot_be_captured_is_refused_before_anything_runs(model, net, cod
 
 
 def test_no_source_names_the_function_form(model):
-    with pytest.raises(WithBlockNotFoundError, match="its source is not available.*`@model.trace"):
+    with pytest.raises(WithBlockNotFoundError, match=r"its source is not available.*`@model.trace"):
         exec("with model.trace(X):\n    y = model.output.save()\n", {"model": model, "X": X})
 
 
@@ -394,7 +394,7 @@ def test_the_threads_trace_function_survives(model):
     def traced():
         with model.trace(X):
             hidden = model.first.output.save()
-        return hidden
+        return hidden  # noqa: RET504
 
     before = sys.gettrace()
     sys.settrace(tracer)

@@ -173,7 +173,7 @@ def test_an_open_loop_that_asks_for_nothing_ends_with_the_run_and_says_so(model,
     "selection", [-1, slice(-2, None), slice(0, -1), [0, -1], [2, 1], [1, 1], slice(0, None, 2)]
 )
 def test_selections_that_no_run_has_are_refused(model, x, selection):
-    with pytest.raises(ValueError, match="steps|stride"), model.generate(x) as tracer:
+    with pytest.raises(ValueError, match=r"steps|stride"), model.generate(x) as tracer:
         tracer.iter[selection]
 
 
@@ -201,7 +201,7 @@ def test_a_barrier_hands_over_in_either_order(model, net, x, sender_first):
         if not sender_first:
             with tracer.invoke(x[:1]):
                 barrier()
-                model.first.output = sent
+                model.first.output = sent  # noqa: F821
                 received = model.output.save()
         with tracer.invoke(x[1:2]):
             sent = model.first.output
@@ -209,7 +209,7 @@ def test_a_barrier_hands_over_in_either_order(model, net, x, sender_first):
         if sender_first:
             with tracer.invoke(x[:1]):
                 barrier()
-                model.first.output = sent
+                model.first.output = sent  # noqa: F821
                 received = model.output.save()
     assert torch.allclose(received, net(x[1:2]), rtol=0, atol=1e-6)  # one batch of two against a batch of one
 
@@ -237,7 +237,7 @@ def test_a_barrier_in_every_step(model, x):
         with tracer.invoke(x[2:]):
             for _ in tracer.iter[:2]:
                 barrier()
-                model.first.output = sent
+                model.first.output = sent  # noqa: F821
         with tracer.invoke():
             for _ in tracer.iter[[0, 2]]:  # the activation is visited twice a step
                 found.append(model.act.input)
