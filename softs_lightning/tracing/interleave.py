@@ -175,7 +175,10 @@ class Worker:
         self.waits_for = self.waits = None
         if self.thrown is not None:
             thrown, self.thrown = self.thrown, None
-            raise thrown
+            try:
+                raise thrown
+            finally:
+                del thrown  # or its traceback would keep this frame, and this frame the error
 
     def reach(self, module: int, kind: str, name: str) -> Event:
         """Wait until the model is at a location, in the visit that this block is at.
@@ -304,6 +307,7 @@ class Run:
         self.failure: BaseException | None = None
         self.finished = False  # the call has returned: no module will be visited any more
         self.over = False
+        self.cancelled = False
 
     # On the model's thread.
 
@@ -520,6 +524,7 @@ class Run:
         return self._missed(worker.waits_for[0], worker.waits)
 
     def _cancel(self) -> None:
+        self.cancelled = True
         for worker in self.workers:
             tries = 0
             while worker.alive:
@@ -541,14 +546,14 @@ class Run:
         self.workers, self.observers = [], []
         self.waiting.clear()
         self.ready.clear()
-        self.event = self.stopper = None
+        self.event = self.stopper = self.unwind = None  # whose traceback leads back here
 
     # On a block's thread.
 
     def check(self, worker: Worker, place: Place, name: str) -> None:
         """Raise unless ``place`` can still be reached."""
         module, kind, number = place
-        if self.over and self.stopper not in (None, worker):
+        if self.cancelled or (self.over and self.stopper not in (None, worker)):
             raise Cancelled
         if module != RESULT and module not in self.begun:
             raise ValueError(f"{name} belongs to no module of the model that is being traced")

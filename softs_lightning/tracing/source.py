@@ -12,6 +12,7 @@ import functools
 import linecache
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Site:
 # By (id of the frame's code, instruction). Entries leave with their code object, so that a redefined
 # function or notebook cell never meets an older body; code objects are too slow to hash for each trace.
 _sites: dict[tuple[int, int], tuple["weakref.ref[CodeType]", Site]] = {}
+_parsing = threading.Lock()  # ast.parse in two threads at once can raise SystemError on Python 3.11
 
 
 def site_of(frame: FrameType) -> Site:
@@ -59,7 +61,8 @@ def site_of(frame: FrameType) -> Site:
     found = _sites.get(key)
     if found is not None and found[0]() is frame.f_code:
         return found[1]
-    site = _read(frame)
+    with _parsing:
+        site = _read(frame)
     _sites[key] = (weakref.ref(frame.f_code, lambda _: _sites.pop(key, None)), site)
     return site
 
