@@ -1,6 +1,6 @@
 """A cache holds what hooks see after every change, for each visit."""
 
-# ruff: noqa: PT012, PT031, SIM117 (a trace is a with statement with a body)
+# ruff: noqa: PT012, SIM117 (a trace is a with statement with a body)
 
 import gc
 import weakref
@@ -88,7 +88,7 @@ def test_only_the_modules_asked_for(model, net, x):
     assert "model" not in cache
     assert "second" in cache
     assert "nonsense" not in cache
-    with pytest.raises(KeyError, match="model was not recorded; recorded: model.first"):
+    with pytest.raises(KeyError, match=r"model was not recorded; recorded: model.first"):
         _ = cache.model.output
     with pytest.raises(AttributeError, match=r"model\.nonsense is no module"):
         _ = cache.nonsense

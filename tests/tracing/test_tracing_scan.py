@@ -1,7 +1,5 @@
 """A scan tells shapes, dtypes and devices of the real run without running it."""
 
-# ruff: noqa: PT012, PT031, SIM117 (a trace is a with statement with a body)
-
 import pytest
 import torch
 from torch import nn

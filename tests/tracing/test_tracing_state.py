@@ -318,7 +318,7 @@ def test_everything_is_freed_without_the_garbage_collector(ending):
     try:
         net = nn.Module()
         net.first, net.second = nn.Linear(3, 5), nn.Linear(5, 2)
-        net.forward = lambda x, net=weakref.proxy(net): net.second(net.first(x))
+        net.forward = lambda x, net=weakref.proxy(net): net.second(net.first(x))  # noqa: B008
         model, x = Envoy(net), torch.ones(2, 3)
         gone = [weakref.ref(each) for each in (net, net.first, model, x)]
         net.first.register_forward_hook(lambda module, args, out: gone.append(weakref.ref(out)))

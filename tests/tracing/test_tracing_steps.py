@@ -209,7 +209,7 @@ def test_a_barrier_hands_over_in_either_order(model, net, x, sender_first):
         if sender_first:
             with tracer.invoke(x[:1]):
                 barrier()
-                model.first.output = sent  # noqa: F821
+                model.first.output = sent
                 received = model.output.save()
     assert torch.allclose(received, net(x[1:2]), rtol=0, atol=1e-6)  # one batch of two against a batch of one
 
@@ -237,7 +237,7 @@ def test_a_barrier_in_every_step(model, x):
         with tracer.invoke(x[2:]):
             for _ in tracer.iter[:2]:
                 barrier()
-                model.first.output = sent  # noqa: F821
+                model.first.output = sent
         with tracer.invoke():
             for _ in tracer.iter[[0, 2]]:  # the activation is visited twice a step
                 found.append(model.act.input)
