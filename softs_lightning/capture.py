@@ -24,6 +24,10 @@ class Capture(dict[str, dict[str, list[Any]]]):
     for outputs, containers as the module made them. Only the kinds that were asked for are there; a
     module that did not run has an empty list. The buffer keeps no module alive; a copy of it or its
     pickle is a plain dict.
+
+    Attributes:
+        spec: what the session was armed with.
+        stopped_at: the module at which the last forward was cut short, ``None`` if it ran to its end.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Capture(dict[str, dict[str, list[Any]]]):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.stopped_at: str | None = None
         self._resolve = resolve
         self._modules = {name: ref(module) for name, module in modules.items()}
         for kind, item in spec:

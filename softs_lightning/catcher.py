@@ -78,6 +78,7 @@ class _Session:
     def begin(self) -> None:
         self.running, self.stopped, self.budget = True, False, dict(self.needed)
         self.seen = len(self._versions)
+        self.buffer.stopped_at = None
 
     def deliver(self, keys: Sequence[Key], value: Any) -> None:
         """Record one call of a module, and stop the forward if it was the last that was waited for."""
@@ -102,6 +103,7 @@ class _Session:
                 self._count(key)
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
+            self.buffer.stopped_at = keys[-1][0]
             raise _StopForward(self)
 
     def _keep(self, value: Any) -> Any:

@@ -1,0 +1,395 @@
+"""DistillationCallback: the lifecycle of a distillation inside a Lightning fit.
+
+In the order in which Lightning calls: ``setup`` builds and places the teacher, and asks to be
+called after the student's own ``setup`` and ``configure_model`` (layers may be born there) but
+before the strategy wraps it, when the projectors are made; ``on_fit_start`` finds the optimizers,
+whose state is not restored yet, and joins the training step; ``teardown`` or ``on_exception``
+(Lightning calls one of the two) puts everything back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from softs_lightning.auxiliary import Auxiliary, enrol, weights
+from softs_lightning.dryrun import first_batch, rehearse, sizes
+from softs_lightning.pairing import BoundPair, Pair
+from softs_lightning.product import ProductSpec
+from softs_lightning.refusals import refuse
+from softs_lightning.selectors import resolve_spec
+from softs_lightning.step import Distillation, DistilledStep
+from softs_lightning.teacher import Teacher
+
+__all__ = ["DistillationCallback"]
+
+
+class DistillationCallback(Callback):
+    """Distil a frozen teacher into whatever LightningModule the Trainer fits, without changing it.
+
+    Args:
+        teacher: a module, a function that returns one (called only for a fit), or a :class:`Teacher`.
+        pairs: what is compared with what, see :class:`Pair`.
+        name: prefix of the logged terms and key of the callback's state; one for each callback.
+        task_weight: multiplies the loss that the student's ``training_step`` returns.
+        teacher_inputs: ``teacher_inputs(batch)`` gives what the teacher is called with, where its
+            own signature does not say it; see :func:`softs_lightning.teacher.feed`.
+        early_exit: stop the teacher's forward when the last product is captured.
+        example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
+            default the first batch of the training data.
+        copy: capture copies, for models that write into their activations in place.
+        prog_bar: show ``<name>/total`` in the progress bar.
+
+    Each step logs ``<name>/<pair>``, the unweighted terms, and ``<name>/total``, their weighted
+    sum, which is added to ``task_weight`` times the student's own loss.
+
+    Checkpoints are plain checkpoints of the student. The projectors travel in the callback's
+    state, so resuming with the callback restores them; ``save_weights_only=True`` leaves them out.
+
+    Raises:
+        MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
+            manual optimization, ``dataloader_iter`` steps, strategies other than one device and
+            DDP, no optimizer, ``WeightAveraging`` placed before this callback.
+        KeyError: for a product_id that names no module, with the nearest names.
+
+    Example::
+
+        >>> import torch, lightning as L
+        >>> from torch import nn
+        >>> class Student(L.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        ...     def training_step(self, batch, batch_idx):
+        ...         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> teacher = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        >>> callback = DistillationCallback(
+        ...     teacher,
+        ...     [Pair(teacher="outputs[1]", student="outputs[net.1]", loss=nn.MSELoss(), projector="linear")],
+        ... )
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+        >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False,
+        ...     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        >>> student = Student()
+        >>> trainer.fit(student, torch.utils.data.DataLoader(data, batch_size=4))
+        >>> sorted(student.state_dict())
+        ['net.0.bias', 'net.0.weight', 'net.2.bias', 'net.2.weight']
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher | nn.Module | Callable[[], nn.Module],
+        pairs: Sequence[Pair],
+        *,
+        name: str = "distill",
+        task_weight: float = 1.0,
+        teacher_inputs: Callable[[Any], Any] | None = None,
+        early_exit: bool = True,
+        example_batch: Any = None,
+        copy: bool = False,
+        prog_bar: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pairs = _checked_pairs(pairs)
+        if not isinstance(name, str) or not name.strip() or "." in name:
+            raise ValueError(f"name must be a word without dots, got {name!r}")
+        if isinstance(teacher, Teacher):
+            if teacher_inputs is not None or early_exit is not True or copy:
+                raise ValueError("give teacher_inputs, early_exit and copy to the Teacher that you pass")
+            self.teacher = teacher
+        else:
+            self.teacher = Teacher(teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy)
+        self.name = name
+        self.task_weight = float(task_weight)
+        self.example_batch = example_batch
+        self.prog_bar = prog_bar
+        self._open = ExitStack()  # undoes whatever a fit has put in place
+        self._bound: nn.ModuleList | None = None
+        self._share: Distillation | None = None
+        # What training has come to: for a checkpoint, or for another fit of the same module.
+        self._learned: dict[str, Tensor] = {}
+        self._settled = False
+        self._learned_with: weakref.ref[LightningModule] | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(name=self.name)
+
+    @property
+    def projectors(self) -> Mapping[str, nn.ModuleList]:
+        """The projectors in training, by the name of their pair; empty outside a fit."""
+        return {b.pair.name: b.projectors for b in self._bound or () if isinstance(b, BoundPair)}
+
+    # -- before the strategy wraps the student --------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._clear_away(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not self]
+        refuse(self, rivals, trainer, pl_module)
+        _put_before_finders(trainer, self)
+        with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+            _AT_WORK.setdefault(pl_module, []).append(self)
+            self._open.callback(_forget, pl_module, self)
+            self._open.callback(self.teacher.release)
+            self.teacher.place(
+                trainer.strategy.root_device, trainer.precision_plugin.convert_module, student=pl_module
+            )
+            self.teacher.check(ProductSpec.union(pair.teacher for pair in self.pairs))
+            _before_wrapping(pl_module, self._open, lambda: self._make_projectors(trainer, pl_module))
+
+    def _make_projectors(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+            for pair in self.pairs:
+                resolve_spec(pl_module, pair.student)
+            ours, theirs = self._sizes(trainer, pl_module)
+            bound = nn.ModuleList(
+                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in self.pairs
+            )
+            for entry in bound:
+                assert isinstance(entry, BoundPair)
+                assert self.teacher.module is not None
+                entry.bind(pl_module, self.teacher.module)
+            if self._learned_with is not None and self._learned_with() is pl_module:
+                _load(bound, self._learned, self.name)
+            if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
+                Auxiliary.put(pl_module, self.name, bound)
+                self._open.callback(Auxiliary.remove, pl_module, self.name)
+            self._bound = bound
+            self._learned_with = weakref.ref(pl_module)
+            self._open.callback(self._keep_learned)
+
+    def _sizes(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> tuple[dict[str, list[torch.Size]], dict[str, list[torch.Size]]]:
+        measured = [pair for pair in self.pairs if pair.needs_sizes]
+        if not measured:
+            return {}, {}
+        batch = first_batch(trainer) if self.example_batch is None else self.example_batch
+        named = ", ".join(repr(pair.name) for pair in measured)
+        try:
+            spec = ProductSpec.union(pair.student for pair in measured)
+            ours = rehearse(pl_module, batch, spec, trainer=trainer)
+            batch = trainer.strategy.batch_to_device(
+                trainer.precision_plugin.convert_input(batch), trainer.strategy.root_device
+            )
+            with trainer.precision_plugin.forward_context():
+                theirs = self.teacher.supply(batch, ProductSpec.union(pair.teacher for pair in measured))
+            return (
+                {pair.name: sizes(ours, pair.student) for pair in measured},
+                {pair.name: sizes(theirs, pair.teacher) for pair in measured},
+            )
+        except Exception as error:
+            raise MisconfigurationException(
+                f"the dry run that finds the sizes of the projectors of {named} failed: {error}. "
+                "Pass a module as the projector, or example_batch= if it is the batch that does not fit"
+            ) from error
+
+    # -- the fit --------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._bound is not None, "setup('fit') runs before on_fit_start"
+        with self._closing_on_error():
+            enrol(pl_module, trainer.optimizers)
+            share = Distillation(
+                self.name,
+                self.teacher,
+                pl_module,
+                [b for b in self._bound if isinstance(b, BoundPair)],
+                task_weight=self.task_weight,
+                copy=self.teacher.copy,
+                prog_bar=self.prog_bar,
+            )
+            self._open.callback(share.close)
+            DistilledStep.join(pl_module, share, needs_every_gradient=_needs_every_gradient(trainer))
+            self._open.callback(DistilledStep.leave, pl_module, share)
+            self._share = share
+        rank_zero_info(self._account())
+
+    def _account(self) -> str:
+        module = self.teacher.module
+        parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
+        pairs = "; ".join(map(repr, self.pairs))
+        return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Before callbacks that put an average of the weights in their place: a checkpoint written
+        # from now on holds what training has come to, as those written before do.
+        self._keep_learned()
+        self._settled = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Undo everything, in reverse order. Closing twice is harmless."""
+        self._open.close()
+        self._share = self._bound = None
+        self._settled = False
+
+    def _keep_learned(self) -> None:
+        if self._bound is not None and not self._settled:
+            self._learned = weights(self._bound)
+
+    def _clear_away(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what a fit has left that ended without telling its callbacks, or the model this is a copy of."""
+        self._close()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        earlier = callbacks[: callbacks.index(self)]
+        for other in list(_AT_WORK.get(pl_module, [])):
+            if other not in earlier:
+                other._close()
+        if not _AT_WORK.get(pl_module):
+            Auxiliary.discard(pl_module)
+
+    def _closing_on_error(self) -> _CloseOnError:
+        return _CloseOnError(self._close)
+
+    # -- the callback's state -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._keep_learned()
+        return {"projectors": self._learned, "pairs": self._names()} if self._learned else {}
+
+    def _names(self) -> list[str]:
+        return [pair.name for pair in self.pairs]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Called for every stage; only a fit has projectors, and it has them by now.
+        if self._bound is None or "projectors" not in state_dict:
+            return
+        if state_dict["pairs"] != self._names():
+            raise MisconfigurationException(
+                f"the checkpoint of the distillation {self.name!r} has the pairs {state_dict['pairs']}, and here they "
+                f"are {self._names()}: their projectors and the optimizer's state would be mixed up. Resume with the "
+                "same pairs in the same order"
+            )
+        _load(self._bound, state_dict["projectors"], self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
+        self._keep_learned()
+        return {**self.__dict__, "_open": None, "_bound": None, "_share": None, "_learned_with": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=ExitStack(), _settled=False)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._bound is None or not any(True for _ in self._bound.parameters()):
+            return
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            raise MisconfigurationException(
+                f"this checkpoint holds no projectors of the distillation {self.name!r}, which would start anew: it "
+                "was written without the callback, under another name, or with save_weights_only=True. To begin a "
+                "new fit from its weights, load them into the LightningModule and pass no ckpt_path"
+            )
+
+
+class _CloseOnError:
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
+
+
+def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    pairs = list(pairs)
+    if not pairs:
+        raise ValueError("pairs is empty: there is nothing to distil")
+    for pair in pairs:
+        if not isinstance(pair, Pair):
+            raise TypeError(f"pairs must hold Pair objects, got {type(pair).__name__}: {pair!r}")
+    names = [pair.name for pair in pairs]
+    for name in names:
+        if names.count(name) > 1 or name == "total":
+            raise ValueError(f"two terms would be logged as {name!r}: give each Pair a name= of its own")
+    return pairs
+
+
+_AT_WORK: weakref.WeakKeyDictionary[LightningModule, list[DistillationCallback]] = weakref.WeakKeyDictionary()
+"""Which callbacks have put something into which student."""
+
+
+def _forget(pl_module: LightningModule, callback: DistillationCallback) -> None:
+    _AT_WORK[pl_module].remove(callback)
+    if not _AT_WORK[pl_module]:
+        del _AT_WORK[pl_module]
+
+
+def _put_before_finders(trainer: Trainer, callback: DistillationCallback) -> None:
+    """Lightning runs its tuners first, inside their ``on_fit_start``: they would tune a training without a teacher."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    finders = [i for i, c in enumerate(callbacks) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
+    if finders and finders[0] < callbacks.index(callback):
+        rest = [c for c in callbacks if c is not callback]
+        rest.insert(finders[0], callback)
+        trainer.callbacks = rest  # type: ignore[attr-defined]
+
+
+def _needs_every_gradient(trainer: Trainer) -> bool:
+    """Whether a trainable parameter without a gradient stops the next step, as DDP does unless told otherwise."""
+    wrapped = trainer.strategy.model
+    return isinstance(wrapped, DistributedDataParallel) and not (
+        wrapped.find_unused_parameters or wrapped.static_graph
+    )
+
+
+def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable[[], None]) -> None:
+    """Call `make` after the student's own configure_model: the last moment before the strategy wraps it."""
+    own = pl_module.__dict__.get("configure_model")
+    inner = pl_module.configure_model if is_overridden("configure_model", pl_module) else None
+
+    def restore() -> None:
+        if pl_module.__dict__.get("configure_model") is configure_model:
+            if own is None:
+                del pl_module.__dict__["configure_model"]
+            else:
+                pl_module.__dict__["configure_model"] = own
+
+    def configure_model() -> None:
+        restore()
+        if inner is not None:
+            inner()
+        make()
+
+    pl_module.__dict__["configure_model"] = configure_model
+    undo.callback(restore)
+
+
+def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:
+    own = bound.state_dict()
+    unlike = [key for key in own if key not in learned or own[key].shape != learned[key].shape]
+    unlike += [key for key in learned if key not in own]
+    if unlike:
+        raise MisconfigurationException(
+            f"the saved projectors of the distillation {name!r} are those of other pairs: {', '.join(sorted(unlike))} "
+            "differ. Resume with the pairs that the checkpoint was written with"
+        )
+    bound.load_state_dict(dict(learned))

@@ -1,0 +1,199 @@
+"""One forward of a student without a trace: what its products look like, before training begins.
+
+A copy of the LightningModule runs its own ``training_step`` on one batch. Its statistics, counters
+and logs, the random state, and the order in which a loader shuffles stay as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.product import ProductSpec, describe
+
+__all__ = ["first_batch", "rehearse", "sizes"]
+
+
+def rehearse(
+    student: LightningModule, batch: Any, spec: ProductSpec, *, trainer: Trainer | None = None
+) -> Capture:
+    """Run the training step of a copy of `student` on `batch` and capture `spec`.
+
+    An exception that comes after everything was captured (a scheduler that does not exist yet,
+    say) does not matter here; if it is real, the first training step will meet it.
+
+    Args:
+        student: left as it is. What cannot be copied (a lock, an open file) its copy shares.
+        batch: as a dataloader gives it.
+        spec: product_ids named from the student.
+        trainer: the trainer whose precision, device and batch hooks apply; without one the batch
+            is used as it is, in full precision.
+
+    Returns:
+        the filled buffer; its tensors hang on the graph of the copy, so drop it when it has been read.
+    """
+    with isolate_rng(include_cuda=torch.cuda.is_available()), torch.enable_grad():
+        shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
+        twin = _twin(student, shared).train()
+        _silence(twin)
+        forward: Any = nullcontext()
+        if trainer is not None:
+            twin._trainer = trainer
+            device = trainer.strategy.root_device
+            trainer.precision_plugin.convert_module(twin.to(device))  # in place
+            batch = student._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+            batch = trainer.strategy.batch_to_device(batch, device)
+            forward = trainer.precision_plugin.forward_context()
+        with forward, ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
+            try:
+                twin.training_step(*_step_arguments(student, batch))
+            except Exception:
+                if not all(captured[item.name][kind] for kind, item in spec):
+                    raise
+    return captured
+
+
+def _twin(student: LightningModule, shared: Sequence[Any]) -> LightningModule:
+    """A copy of `student`. The objects of `shared`, which it may refer to, are not copied."""
+    memo = {id(thing): thing for thing in shared}
+    try:
+        return copy.deepcopy(student, dict(memo))
+    except Exception:
+        for module in student.modules():
+            for value in vars(module).values():
+                if not isinstance(value, nn.Module):
+                    _note_uncopyable(value, memo)
+        return copy.deepcopy(student, memo)
+
+
+def _note_uncopyable(value: Any, memo: dict[int, Any]) -> None:
+    """Have deepcopy share `value`, or what inside it stands in the way, if it cannot be copied."""
+    if isinstance(value, (dict, list, tuple)) and value:
+        for inner in value.values() if isinstance(value, dict) else value:
+            _note_uncopyable(inner, memo)
+    elif isinstance(value, Tensor) and not value.is_leaf:
+        memo[id(value)] = value.detach().clone()
+    else:
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            memo[id(value)] = value
+
+
+def _silence(twin: LightningModule) -> None:
+    """Nothing of the copy's step may reach the trainer: it has no loop that could log, nor optimizers."""
+
+    def ignore(*args: Any, **kwargs: Any) -> None:
+        """The dry run drops it."""
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    twin.__dict__.update(log=ignore, log_dict=ignore)
+    if not twin.automatic_optimization:
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(twin)
+        plain = [config.scheduler for config in schedulers]
+        twin.__dict__.update(
+            optimizers=lambda use_pl_optimizer=True: _one_or_all(optimizers),
+            lr_schedulers=lambda: _one_or_all(plain) if plain else None,
+            manual_backward=backward,
+            toggle_optimizer=ignore,
+            untoggle_optimizer=ignore,
+            clip_gradients=ignore,
+        )
+
+
+def _one_or_all(things: list[Any]) -> Any:
+    return things[0] if len(things) == 1 else things
+
+
+def _step_arguments(student: LightningModule, batch: Any) -> tuple[Any, ...]:
+    parameters = inspect.signature(student.training_step).parameters
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return (batch, 0) if variadic or len(positional) > 1 else (batch,)
+
+
+def sizes(capture: Capture, spec: ProductSpec) -> list[torch.Size]:
+    """The shapes of the tensors that `spec` selects from a filled buffer.
+
+    Raises:
+        LookupError: for a module that did not run, or ran several times.
+        TypeError: for a value that is no tensor.
+    """
+    found = []
+    for (kind, item), value in zip(spec, capture.select(spec), strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{kind}[{item}] is {describe(value)}, not a tensor: pick one with '#', as in 'name#0'"
+            )
+        found.append(value.shape)
+    return found
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """A batch of the kind that the trainer's training loader gives, taken without touching its shuffling.
+
+    Raises:
+        ValueError: when the loader gives none.
+    """
+    loaders = trainer.fit_loop._data_source.dataloader()
+    if isinstance(loaders, CombinedLoader):
+        if loaders._mode == "sequential":
+            return _one(loaders.flattened[0])
+        loaders = loaders.iterables
+    return tree_map(_one, loaders)
+
+
+def _one(loader: Any) -> Any:
+    with isolate_rng(include_cuda=False), _generators_kept(loader):
+        if _is_plain(loader):
+            # Straight from the dataset: no workers are started and no sampler is drawn from.
+            count = min(loader.batch_size, len(loader.dataset))
+            if count:
+                return loader.collate_fn([loader.dataset[i] for i in range(count)])
+        for batch in loader:
+            return batch
+    raise ValueError("the training dataloader gave no batch, so the sizes of the projectors cannot be found")
+
+
+def _is_plain(loader: Any) -> bool:
+    return (
+        type(loader) is DataLoader
+        and loader.batch_size is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader.dataset, "__getitems__")
+    )
+
+
+@contextmanager
+def _generators_kept(loader: Any) -> Iterator[None]:
+    """Put the generators of a loader and its samplers back to where they stood."""
+    places: Sequence[Any] = (
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    )
+    generators = [
+        g for place in places if isinstance(g := getattr(place, "generator", None), torch.Generator)
+    ]
+    states = [g.get_state() for g in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

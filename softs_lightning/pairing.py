@@ -1,0 +1,274 @@
+"""Pairs: which student product meets which teacher product, through which projector, in which loss.
+
+:class:`Pair` is what a user writes, :class:`BoundPair` what a fit trains and evaluates.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softs_lightning.product import ProductSpec, describe
+from softs_lightning.projectors import PROJECTORS, ProjectorFactory
+
+__all__ = ["BoundPair", "Loss", "Mask", "Pair"]
+
+Loss = Callable[..., Tensor]
+Mask = bool | str | Callable[[Any], Tensor | None]
+
+
+class Pair:
+    """A distillation term: a student product, a teacher product and the loss between them.
+
+    Args:
+        teacher: product_id of the teacher's activations, ``"outputs[encoder.layer.3]"``.
+        student: product_id of the student's, named from the LightningModule. Both select the same
+            number of activations, which meet in order (inputs first, then outputs); several sum up.
+        loss: any ``loss(student, teacher) -> scalar``: an ``nn.Module`` such as ``nn.MSELoss()`` or a
+            function. One that takes ``mask`` or ``batch`` gets them by keyword, one with a method
+            ``bind(student, teacher)`` is shown both models before training. Both sides arrive in
+            float32 at least, outside autocast.
+        weight: multiplies the term.
+        projector: applied to the student's activation first: ``None``; a name of
+            :mod:`softs_lightning.projectors`, such as ``"linear"``, or a function ``(student_shape,
+            teacher_shape) -> module``, which make one for each pair of activations, their shapes
+            found by a dry run; or a module, which is copied and serves all activations of the pair.
+            It trains with the student and stays out of its checkpoints.
+        name: what the term is logged as; by default the student's product_id without its brackets.
+        mask: which tokens count, for losses that take a mask: ``True`` takes the batch's
+            ``attention_mask`` where its shape is that of the activation but for the last dimension,
+            a string another key, a function is given the batch, ``False`` masks nothing.
+
+    A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
+    otherwise a difference in shape is an error, never broadcast.
+
+    Raises:
+        ValueError: when a product_id is not understood or selects nothing, when the two select
+            unlike numbers, or when the weight is not finite.
+        TypeError: when loss, projector or mask are none of the above.
+
+    >>> pair = Pair(teacher="outputs[h.3]", student="outputs[net.h.1]", loss=nn.MSELoss(), weight=0.5)
+    >>> pair.name
+    'net.h.1'
+    """
+
+    def __init__(
+        self,
+        teacher: str | ProductSpec,
+        student: str | ProductSpec,
+        loss: Loss,
+        weight: float = 1.0,
+        projector: str | nn.Module | ProjectorFactory | None = None,
+        name: str | None = None,
+        mask: Mask = True,
+    ) -> None:
+        self.teacher = ProductSpec.parse(teacher)
+        self.student = ProductSpec.parse(student)
+        self.loss = loss
+        self.weight = float(weight)
+        self.projector = projector
+        self.mask = mask
+        self.name = name or "+".join(str(item) for _, item in self.student)
+        self._validate()
+
+    def _validate(self) -> None:
+        for side, spec in (("teacher", self.teacher), ("student", self.student)):
+            if not spec:
+                raise ValueError(f"the {side}'s product_id of a pair selects nothing: write 'outputs[name]'")
+        if len(self.teacher) != len(self.student):
+            raise ValueError(
+                f"pair {self.name!r}: the teacher's {str(self.teacher)!r} selects {len(self.teacher)} activations, "
+                f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
+            )
+        if isinstance(self.loss, type) or not callable(self.loss):
+            raise TypeError(
+                f"pair {self.name!r}: loss must be callable as loss(student, teacher), got {self.loss!r}"
+                + (", a class: make an instance of it" if isinstance(self.loss, type) else "")
+            )
+        if not math.isfinite(self.weight):
+            raise ValueError(f"pair {self.name!r}: weight must be finite, got {self.weight}")
+        self._validate_projector()
+        if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
+            raise TypeError(
+                f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
+            )
+
+    def _validate_projector(self) -> None:
+        projector = self.projector
+        names = ", ".join(map(repr, PROJECTORS))
+        if isinstance(projector, str) and projector not in PROJECTORS:
+            raise ValueError(f"pair {self.name!r}: there is no projector {projector!r}; there are {names}")
+        if isinstance(projector, type) or not (
+            projector is None or isinstance(projector, str) or callable(projector)
+        ):
+            raise TypeError(
+                f"pair {self.name!r}: projector must be None, one of {names}, a torch.nn.Module, or a function of "
+                f"both shapes that returns one, got {projector!r}"
+                + (", a class: make an instance of it" if isinstance(projector, type) else "")
+            )
+
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether activation sizes must be known before the projector can be made."""
+        return self.projector is not None and not isinstance(self.projector, nn.Module)
+
+    def __repr__(self) -> str:
+        loss = (
+            type(self.loss).__name__
+            if isinstance(self.loss, nn.Module)
+            else getattr(self.loss, "__name__", "loss")
+        )
+        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={self.weight:g})"
+
+
+class BoundPair(nn.Module):
+    """A pair with its projectors made: what a fit trains, beside the student.
+
+    Args:
+        pair: the pair; its projector and loss are copied if they are modules, so that every fit
+            begins with what the user handed over.
+        student: the sizes of the student's activations, needed where ``pair.needs_sizes`` only.
+        teacher: the sizes of the teacher's.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        student: Sequence[torch.Size] | None = None,
+        teacher: Sequence[torch.Size] | None = None,
+    ) -> None:
+        super().__init__()
+        self.pair = pair
+        # A module loss becomes a child: what it trains is trained, what it buffers is moved.
+        self.loss: Loss = copy.deepcopy(pair.loss)
+        self.same_shape = bool(getattr(pair.loss, "same_shape", True))
+        self.wants = _optional_arguments(pair.loss)
+        self.projectors = nn.ModuleList()
+        if isinstance(pair.projector, nn.Module):
+            self.projectors.append(copy.deepcopy(pair.projector))
+        elif pair.projector is not None:
+            if student is None or teacher is None:
+                raise ValueError(f"pair {pair.name!r}: its projector needs the sizes of both sides")
+            make = PROJECTORS[pair.projector] if isinstance(pair.projector, str) else pair.projector
+            self.projectors.extend(_made(pair, make, s, t) for s, t in zip(student, teacher, strict=True))
+
+    def bind(self, student: nn.Module, teacher: nn.Module) -> None:
+        """Show both models to a loss that asks for them with a ``bind`` method (a head's weights, say)."""
+        bind = getattr(self.loss, "bind", None)
+        if bind is not None:
+            bind(student, teacher)
+
+    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The student's activations in the teacher's terms."""
+        if not self.projectors:
+            return list(values)
+        shared = len(self.projectors) == 1
+        return [self.projectors[0 if shared else i](value) for i, value in enumerate(values)]
+
+    def forward(self, student: Sequence[Any], teacher: Sequence[Any], batch: Any) -> Tensor:
+        """The unweighted term.
+
+        Args:
+            student: the student's activations, not projected yet.
+            teacher: the teacher's, on the same device.
+            batch: the training batch, for the mask and for losses that want it.
+
+        Returns:
+            a scalar in float32 at least, the sum over the pair's activations.
+        """
+        where = [f"{kind}[{item}]" for kind, item in self.pair.student]
+        there = [f"{kind}[{item}]" for kind, item in self.pair.teacher]
+        ours = self.project(
+            [self._tensor(v, f"the student's {w}") for v, w in zip(student, where, strict=True)]
+        )
+        theirs = [self._tensor(v, f"the teacher's {w}") for v, w in zip(teacher, there, strict=True)]
+        total: Tensor | None = None
+        for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+            if self.same_shape and mine.shape != its.shape:
+                raise ValueError(self._unlike(mine, its, where[i], there[i]))
+            with torch.autocast(mine.device.type, enabled=False):
+                dtype = torch.promote_types(torch.promote_types(mine.dtype, its.dtype), torch.float32)
+                raised = mine.to(dtype), its.to(mine.device, dtype)
+                term = self.loss(*raised, **self._extras(mine, batch))
+            total = term if total is None else total + term
+        assert total is not None
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise TypeError(
+                f"pair {self.pair.name!r}: the loss returned {describe(total)}, not a scalar tensor"
+            )
+        return total.reshape(())
+
+    def _tensor(self, value: Any, what: str) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if value is None:
+            raise TypeError(
+                f"pair {self.pair.name!r}: {what} is None. Attention weights are None under fused attention: build "
+                "the model with attn_implementation='eager'"
+            )
+        raise TypeError(
+            f"pair {self.pair.name!r}: {what} is {describe(value)}, not a tensor: pick one with '#', as in 'name#0'"
+        )
+
+    def _unlike(self, mine: Tensor, its: Tensor, where: str, there: str) -> str:
+        after = " after the projector" if self.projectors else ""
+        hint = "" if self.projectors else " (projector='linear' maps the last dimension)"
+        return (
+            f"pair {self.pair.name!r}: the student's {where} has shape {list(mine.shape)}{after}, the teacher's "
+            f"{there} {list(its.shape)}. Add or change the projector{hint}, or use a loss that compares unlike shapes"
+        )
+
+    def _extras(self, value: Tensor, batch: Any) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if "batch" in self.wants:
+            extras["batch"] = batch
+        if "mask" in self.wants:
+            extras["mask"] = self._mask(value, batch)
+        return extras
+
+    def _mask(self, value: Tensor, batch: Any) -> Tensor | None:
+        choice = self.pair.mask
+        if choice is False:
+            return None
+        if choice is True:
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            fits = isinstance(mask, Tensor) and mask.shape == value.shape[:-1]
+            return mask if fits else None
+        if isinstance(choice, str):
+            if not isinstance(batch, Mapping) or choice not in batch:
+                raise KeyError(
+                    f"pair {self.pair.name!r}: the batch, {describe(batch)}, has no mask {choice!r}"
+                )
+            mask = batch[choice]
+        else:
+            mask = choice(batch)
+        if mask is not None and not isinstance(mask, Tensor):
+            raise TypeError(f"pair {self.pair.name!r}: the mask is {describe(mask)}, not a tensor")
+        return mask
+
+
+def _made(pair: Pair, make: ProjectorFactory, student: torch.Size, teacher: torch.Size) -> nn.Module:
+    try:
+        module = make(student, teacher)
+    except ValueError as error:
+        raise ValueError(f"pair {pair.name!r}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"pair {pair.name!r}: the projector's function returned {describe(module)}, not a module"
+        )
+    return module
+
+
+def _optional_arguments(loss: Loss) -> frozenset[str]:
+    call = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        names = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return frozenset()
+    return frozenset(names) & {"mask", "batch"}

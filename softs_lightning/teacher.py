@@ -1,0 +1,340 @@
+"""The frozen teacher: built late, placed like the student, fed a batch, asked for products.
+
+:class:`Teacher` owns the module for the length of one fit. What the user handed over is given
+back as it was: modes, ``requires_grad`` flags, device and dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.product import ProductSpec
+from softs_lightning.selectors import strip_wrappers
+
+__all__ = ["Cost", "Teacher", "feed"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a product costs: floating point operations of one forward, whole and up to the early exit.
+
+    Attributes:
+        full: operations of the whole forward (matrix products, convolutions and attention are counted).
+        used: operations of the forward that stops when the product is complete.
+        stop: the name of the module at which it stops; ``None`` when it runs to its end.
+    """
+
+    full: int
+    used: int
+    stop: str | None
+
+    @property
+    def saved(self) -> float:
+        """The share of the operations that the early exit saves, between 0 and 1."""
+        return 1 - self.used / self.full if self.full else 0.0
+
+
+class Teacher:
+    """A frozen model that supplies products.
+
+    Args:
+        source: the module, or a function without required arguments that returns it. A function is
+            called only when a fit begins, so that validating, testing and predicting never load the teacher.
+        inputs: ``inputs(batch)`` gives what the teacher is called with: a mapping is passed by
+            keyword, a tuple by position, anything else as the only argument. Without it the batch
+            is fed by the teacher's own signature, see :func:`feed`.
+        early_exit: stop each forward when the last product is captured.
+        copy: capture copies, for teachers that write into their activations in place.
+
+    Raises:
+        TypeError: when `source` is neither a module nor a function, or returns no module.
+
+    >>> teacher = Teacher(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+    >>> teacher.place()
+    >>> spec = ProductSpec.parse("outputs[0]")
+    >>> teacher.supply(torch.ones(4, 2), spec).select()[0].shape
+    torch.Size([4, 3])
+    >>> teacher.cost(torch.ones(4, 2), spec).stop
+    '0'
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | Callable[[], nn.Module],
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+        early_exit: bool = True,
+        copy: bool = False,
+    ) -> None:
+        if not isinstance(source, nn.Module) and not callable(source):
+            raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
+        if not isinstance(source, nn.Module):
+            _refuse_required_arguments(source)
+        if inputs is not None and not callable(inputs):
+            raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
+        self.source = source
+        self.inputs = inputs
+        self.early_exit = early_exit
+        self.copy = copy
+        self.module: nn.Module | None = None
+        self._catcher: ModelIOCatcher | None = None
+        self._modules: list[nn.Module] = []
+        self._give_back: Callable[[], None] | None = None
+
+    def build(self) -> nn.Module:
+        """The teacher's module, made by the factory if there is one; neither frozen nor placed yet."""
+        if isinstance(self.source, nn.Module):
+            return self.source
+        module = self.source()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"the teacher factory {self.source!r} returned {type(module).__name__}, not a module"
+            )
+        return module
+
+    def place(
+        self,
+        device: torch.device | str | None = None,
+        convert: Callable[[nn.Module], nn.Module] | None = None,
+        *,
+        student: nn.Module | None = None,
+    ) -> None:
+        """Build the teacher if need be, freeze it, and move it.
+
+        Args:
+            device: where it runs and where its products end up; ``None`` leaves it where it is.
+            convert: a precision plugin's ``convert_module``. A module that the user handed over is
+                copied first if this would change its dtype, which could not be undone.
+            student: refused if it shares a parameter with the teacher, since freezing would stop
+                its training.
+
+        Raises:
+            ValueError: when teacher and student share parameters.
+        """
+        self.release()
+        module = self.build()
+        if student is not None:
+            _refuse_shared(module, student)
+        _refuse_meta(module)
+        ours = module is not self.source
+        if not ours and convert is not None and _changes_dtype(module, convert):
+            module, ours = copy.deepcopy(module), True
+        # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
+        self._give_back = _borrow(module, move=not ours)
+        try:
+            module.requires_grad_(False).eval()
+            if device is not None:
+                module.to(device)
+            if convert is not None:
+                module = convert(module)
+            self._catcher = ModelIOCatcher(module, device, copy=self.copy)
+        except BaseException:
+            self.release()
+            raise
+        self.module = module
+        self._modules = list(module.modules())
+
+    def release(self) -> None:
+        """Remove the hooks and give the user's module back as it was. Calling it again changes nothing."""
+        if self._catcher is not None:
+            self._catcher.detach_hooks()
+        if self._give_back is not None:
+            self._give_back()
+        self.module = self._catcher = self._give_back = None
+        self._modules = []
+
+    def check(self, spec: ProductSpec) -> None:
+        """Raise ``KeyError`` for a name that is not in the teacher."""
+        self._require()[1].for_product(spec)
+
+    def supply(self, batch: Any, spec: ProductSpec) -> Capture:
+        """Run one forward on `batch` without gradients, up to the last activation of `spec`.
+
+        Returns:
+            the filled buffer; ``buffer.select(spec)`` gives the values.
+
+        Raises:
+            TypeError: when the batch lacks what the teacher's forward requires.
+        """
+        module, catcher = self._require()
+        if any(m.training for m in self._modules):
+            module.eval()
+        args, kwargs = self.arguments(batch)
+        # no_grad and not inference_mode: its tensors could not enter a graph that trains.
+        with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
+            catcher.run(*args, **kwargs)
+        return buffer
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the teacher is called with for `batch`, as (args, kwargs)."""
+        module = self._require()[0]
+        if self.inputs is None:
+            return feed(module, batch)
+        given = self.inputs(batch)
+        if isinstance(given, Mapping):
+            return (), dict(given)
+        if isinstance(given, tuple):
+            return given, {}
+        return (given,), {}
+
+    def cost(self, batch: Any, spec: ProductSpec) -> Cost:
+        """Count the operations of a whole forward and of one that stops when `spec` is complete."""
+        module, _ = self._require()
+        args, kwargs = self.arguments(batch)
+        with torch.no_grad(), FlopCounterMode(display=False) as whole:
+            module(*args, **kwargs)
+        with FlopCounterMode(display=False) as part:
+            buffer = self.supply(batch, spec)
+        return Cost(whole.get_total_flops(), part.get_total_flops(), buffer.stopped_at)
+
+    def _require(self) -> tuple[nn.Module, ModelIOCatcher]:
+        if self.module is None or self._catcher is None:
+            raise RuntimeError("the teacher is not placed: call place() first, or let a fit do it")
+        return self.module, self._catcher
+
+
+def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Choose what of a batch a model is called with, by the signature of its forward.
+
+    A mapping gives the keys that ``forward`` takes by name, never ``labels``; a tuple or list gives
+    its first element (which may be a mapping in turn); anything else is the only argument.
+
+    Returns:
+        (args, kwargs) for the call.
+
+    Raises:
+        TypeError: when a required argument is not in the batch, or none of its keys is an argument.
+
+    >>> class Net(nn.Module):
+    ...     def forward(self, x, scale=1.0): return x * scale
+    >>> feed(Net(), {"x": 2, "labels": 1, "other": 0})
+    ((), {'x': 2})
+    >>> feed(Net(), [2, 1])
+    ((2,), {})
+    """
+    if isinstance(batch, (tuple, list)):
+        if not batch:
+            raise TypeError("the batch is empty: the teacher cannot be called")
+        return feed(module, batch[0]) if isinstance(batch[0], Mapping) else ((batch[0],), {})
+    if not isinstance(batch, Mapping):
+        return (batch,), {}
+    inner = unwrap(module)
+    name = type(inner).__name__
+    keys = ", ".join(map(repr, batch)) or "no keys"
+    way_out = "pass teacher_inputs=lambda batch: ... to say what the teacher is called with"
+    parameters = inspect.signature(inner.forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kwargs = {p.name: batch[p.name] for p in named if p.name in batch and p.name != "labels"}
+    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
+    if missing:
+        raise TypeError(
+            f"{name}.forward requires {', '.join(map(repr, missing))}, but the batch has {keys}: {way_out}"
+        )
+    if not kwargs:
+        takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
+        raise TypeError(
+            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
+        )
+    return (), kwargs
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside wrappers such as ``torch.compile``'s and ``DistributedDataParallel``."""
+    for path, inner in module.named_modules():
+        if path and not strip_wrappers(path):
+            module = inner
+    return module
+
+
+def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", repr(factory))
+        raise TypeError(
+            f"the teacher factory {name}{signature} is called without arguments, and {error}: wrap it, as in "
+            f"functools.partial({name}, ...)"
+        ) from None
+
+
+def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
+    own = {id(p): name for name, p in student.named_parameters(remove_duplicate=False)}
+    for name, parameter in teacher.named_parameters(remove_duplicate=False):
+        if id(parameter) in own:
+            raise ValueError(
+                f"teacher and student share the parameter {own[id(parameter)]!r} (the teacher's {name!r}): freezing "
+                "the teacher would stop the student's training. Pass a copy: copy.deepcopy(module), or a factory"
+            )
+
+
+def _changes_dtype(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
+    probe = nn.Linear(1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+    before = probe.weight.dtype
+    return any(p.dtype != before for p in convert(probe).parameters())
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(
+                f"the teacher's {name!r} is on the meta device, so it has no values: load the weights first, or "
+                "give a factory that does"
+            )
+
+
+@dataclass
+class _Loan:
+    """How many teachers use a module now, and how to give it back when the last of them is done."""
+
+    count: int
+    give_back: Callable[[], None]
+
+
+_LOANS: WeakKeyDictionary[nn.Module, _Loan] = WeakKeyDictionary()
+
+
+def _borrow(module: nn.Module, *, move: bool) -> Callable[[], None]:
+    """Note the state of a user's module; calling what is returned puts it back, once nobody else uses it."""
+    loan = _LOANS.get(module)
+    if loan is None:
+        loan = _LOANS[module] = _Loan(0, _remember(module, move))
+    loan.count += 1
+
+    def give_back() -> None:
+        loan.count -= 1
+        if loan.count == 0:
+            _LOANS.pop(module, None)
+            loan.give_back()
+
+    return give_back
+
+
+def _remember(module: nn.Module, move: bool) -> Callable[[], None]:
+    """Note modes, flags and devices of a module; the function returned puts them back."""
+    modes = [(m, m.training) for m in module.modules()]
+    flags = [(p, p.requires_grad) for p in module.parameters()]
+    devices = {t.device for t in [*module.parameters(), *module.buffers()]}
+
+    def give_back() -> None:
+        if move and len(devices) == 1:
+            module.to(next(iter(devices)))
+        for m, training in modes:
+            m.training = training
+        for p, requires_grad in flags:
+            p.requires_grad_(requires_grad)
+
+    return give_back
