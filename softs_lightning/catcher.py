@@ -323,6 +323,11 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             raise ValueError(
                 "this selects nothing to capture: name a module, as in 'outputs[model.layers.0]'"
             )
+        if spec.saved:
+            raise ValueError(
+                f"{ProductSpec(saved=spec.saved)} names what a program saves, which is no module: "
+                "it needs a Teacher(program=...)"
+            )
         self._pending = self._resolve(spec), early_exit, threading.get_ident()
         return self
 

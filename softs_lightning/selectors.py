@@ -146,10 +146,10 @@ def resolve_spec(model: nn.Module, spec: ProductSpec) -> ProductSpec:
     """
     resolver = _Resolver(model)
     sections: dict[Kind, list[Item]] = {"inputs": [], "outputs": []}
-    for kind, item in spec:
+    for kind, item in (entry for entry in spec if entry[0] != "saved"):
         for section, resolved in resolver(kind, item):
             sections[section].append(resolved)
-    return ProductSpec(tuple(sections["inputs"]), tuple(sections["outputs"]))
+    return ProductSpec(tuple(sections["inputs"]), tuple(sections["outputs"]), spec.saved)
 
 
 class _Resolver:

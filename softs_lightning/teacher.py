@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import strip_wrappers
+from softs_lightning.transfer import transfer_to_device
 
 __all__ = ["Cost", "Teacher", "feed"]
 
@@ -55,6 +57,11 @@ class Teacher:
             is fed by the teacher's own signature, see :func:`feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
+        program: a function of an :class:`softs_lightning.tracing.Envoy` (and, if it takes two arguments,
+            of the tracer) that runs as the block of a trace in each step. It may change the forward;
+            what it saves by ``save(value, "name")`` or returns in a mapping, pairs name as
+            ``saved[name]``. It decides where the forward stops, with ``tracer.stop()``.
+        method: the method that the program's trace calls in place of the forward, such as ``"generate"``.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -75,6 +82,8 @@ class Teacher:
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         copy: bool = False,
+        program: Callable[..., Any] | None = None,
+        method: str | None = None,
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
@@ -82,10 +91,16 @@ class Teacher:
             _refuse_required_arguments(source)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
+        if program is not None and not callable(program):
+            raise TypeError(f"a program is a function of an envoy, got {program!r}")
+        if method is not None and program is None:
+            raise ValueError("method is what the program's trace calls: give program too")
         self.source = source
         self.inputs = inputs
         self.early_exit = early_exit
         self.copy = copy
+        self.program = program
+        self.method = method
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
@@ -154,8 +169,15 @@ class Teacher:
         self._modules = []
 
     def check(self, spec: ProductSpec) -> None:
-        """Raise ``KeyError`` for a name that is not in the teacher."""
-        self._require()[1].for_product(spec)
+        """Raise ``KeyError`` for a name that is not in the teacher, ``ValueError`` for what only a program saves.
+
+        The names that a program saves are known when it has run.
+        """
+        _, catcher = self._require()
+        if spec.saved and self.program is not None:
+            spec = replace(spec, saved=())
+        if spec or self.program is None:
+            catcher.for_product(spec)
 
     def supply(self, batch: Any, spec: ProductSpec) -> Capture:
         """Run one forward on `batch` without gradients, up to the last activation of `spec`.
@@ -170,9 +192,35 @@ class Teacher:
         if any(m.training for m in self._modules):
             module.eval()
         args, kwargs = self.arguments(batch)
+        if self.program is not None:
+            return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
         with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
             catcher.run(*args, **kwargs)
+        return buffer
+
+    def _supply_by_program(
+        self, program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec
+    ) -> Capture:
+        from softs_lightning.tracing import Envoy
+
+        module, catcher = self._require()
+        hooked = replace(spec, saved=())
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            buffer = Capture(spec, {})
+            if hooked:
+                buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
+            saved = Envoy(module, name="teacher").run(program, *args, method=self.method, **kwargs)
+        buffer.spec = spec
+        for item in spec.saved:
+            if item.name not in saved:
+                raise LookupError(
+                    f"saved[{item}]: the program {getattr(program, '__name__', program)!r} saved nothing under "
+                    f"{item.name!r}, only {', '.join(map(repr, saved)) or 'nothing at all'}"
+                )
+            kept = transfer_to_device(saved[item.name], catcher.device)
+            buffer.setdefault(item.name, {})["saved"] = [kept]
         return buffer
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
