@@ -60,6 +60,7 @@ __all__ = [
     "ROOT",
     "Target",
     "UnknownModuleError",
+    "has_selector",
     "nearest",
     "never_called",
     "resolve_module",
@@ -150,6 +151,16 @@ def resolve_spec(model: nn.Module, spec: ProductSpec) -> ProductSpec:
         for section, resolved in resolver(kind, item):
             sections[section].append(resolved)
     return ProductSpec(tuple(sections["inputs"]), tuple(sections["outputs"]), spec.saved)
+
+
+def has_selector(spec: ProductSpec) -> bool:
+    """Whether some item may mean several modules, so that only a model can tell how many are asked for.
+
+    >>> has_selector(ProductSpec.parse("outputs[layers.*]")), has_selector(ProductSpec.parse("outputs[layers.0]"))
+    (True, False)
+    """
+    names = [item.name for kind, item in spec if kind != "saved"]
+    return any("@" in name or "%" in name or is_pattern(name) for name in names)
 
 
 class _Resolver:
