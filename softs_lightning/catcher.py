@@ -97,8 +97,7 @@ class _Session:
         for key in keys:
             self.buffer[key[0]][key[1]].append(kept)
             self._versions += [(key, tensor, version) for tensor, version in watched]
-            if self.running:
-                self._count(key)
+            self._count(key)
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
             raise _StopForward(self)

@@ -307,6 +307,16 @@ def test_a_later_write_into_what_was_captured_is_reported(drive: str, device: An
     assert (buf["linear"]["outputs"][0] >= 0).all()
 
 
+def test_run_reports_the_write_at_once() -> None:
+    catcher = ModelIOCatcher(InPlace())
+    with catcher(outputs=["linear"]):
+        for _ in range(2):
+            with pytest.warns(OverwrittenWarning, match=r"outputs\[linear\]") as caught:
+                catcher.run(X)
+            assert len(caught) == 1
+            assert caught[0].filename == __file__
+
+
 def test_what_was_moved_is_out_of_reach_of_a_later_write() -> None:
     model = InPlace()
     with ModelIOCatcher(model, "meta")(outputs=["linear"]):  # warnings are errors here
@@ -534,19 +544,32 @@ def test_a_catcher_made_before_the_first_compiled_call_captures(style: str, atta
 
 
 @TORCH_WARNS
-@pytest.mark.parametrize("style", ["wrapped", "in place"])
-def test_a_catcher_that_is_older_than_the_compilation_captures(style: str, frames: Any) -> None:
-    plain = Flat()
-    expected = plain.a(X)
-    catcher = ModelIOCatcher(plain)
-    model, _ = compiled(plain, style, "armed", frames)
-    if style == "in place":
-        with catcher.for_product("outputs[a]") as buf:
+def test_a_catcher_that_is_older_than_the_compilation_captures(frames: Any) -> None:
+    model = Flat()
+    first = model.a(X)
+    second = model.b(torch.tanh(first))
+    catcher = ModelIOCatcher(model)
+    model.compile(backend=frames)
+    # Its first session hooks every module, so what a later one asks for is there.
+    for name, expected in (("a", first), ("b", second)):
+        with catcher.for_product(f"outputs[{name}]") as buf:
             assert catcher.run(X) is None
-    else:
-        with catcher.for_product("outputs[a]", early_exit=False) as buf:
-            model(X)
-    assert torch.equal(buf.select()[0], expected)
+        assert torch.equal(buf.select()[0], expected)
+        assert len(hooks(model)) == 4
+
+
+@TORCH_WARNS
+def test_a_model_that_is_compiled_from_outside_needs_its_hooks_before(frames: Any) -> None:
+    model = Flat()
+    first = model.a(X)
+    second = model.b(torch.tanh(first))
+    catcher = ModelIOCatcher(model, attach="all")
+    outside = torch.compile(model, backend=frames)
+    outside(X)
+    for name, expected in (("a", first), ("b", second)):
+        with catcher(outputs=[name]) as buf:
+            outside(X)
+        assert torch.equal(buf.select()[0], expected)
 
 
 @TORCH_WARNS

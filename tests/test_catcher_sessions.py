@@ -253,6 +253,22 @@ def test_forwards_of_other_threads_are_not_captured(model: MLP) -> None:
     assert counts(buf) == {"outputs[layers.0]": 1}
 
 
+def test_a_run_of_another_thread_in_the_middle_of_a_run_is_a_plain_call(model: MLP) -> None:
+    catcher = ModelIOCatcher(model)
+    expected = model(X)
+    beside: list[Any] = []
+
+    def run_beside(*_: Any) -> None:
+        handle.remove()
+        beside.append(in_thread(lambda: catcher.run(X)))
+
+    handle = model.layers[0].register_forward_pre_hook(run_beside)
+    with catcher.for_product("outputs[layers.1]") as buf:
+        assert catcher.run(X) is None
+    assert torch.equal(beside[0], expected)
+    assert counts(buf) == {"outputs[layers.1]": 1}
+
+
 def test_another_thread_cannot_open_a_second_session(model: MLP) -> None:
     catcher = ModelIOCatcher(model)
 
