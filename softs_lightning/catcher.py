@@ -31,7 +31,7 @@ __all__ = ["Capture", "ModelIOCatcher", "OverwrittenWarning", "parse_io_spec", "
 
 Key = tuple[str, Kind]
 
-_OPENING = threading.Lock()
+_OPENING = threading.Lock()  # threads may share a catcher by mistake, and must then be told
 
 
 class OverwrittenWarning(UserWarning):
@@ -140,7 +140,7 @@ class _Tap:
         self.keys: list[Key] = []
 
     def arm(self, session: _Session, key: Key) -> None:
-        if _dynamo_loaded() and "deliver" not in self.__dict__:
+        if "torch._dynamo" in sys.modules and "deliver" not in self.__dict__:
             self.__dict__["deliver"] = _outside_graphs(self._deliver)
         if self.session is not session:
             self.session, self.keys = session, []
@@ -186,7 +186,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         attach: ``"armed"`` puts a hook on a module when a session first asks for it, ``"all"`` puts
             both hooks on every submodule at once. A model that contains a compiled module gets
             ``"all"``: compiled code does not see hooks that are added later.
-        copy: keep copies of what is captured, safe from later in-place writes of the model.
+        copy: keep copies of the tensors captured, safe from later in-place writes of the model.
 
     A session belongs to the thread that opened it, and records every call of its modules there, also
     in a forward that another catcher drives. Forwards of other threads, and what runs while autograd
@@ -438,10 +438,6 @@ def _still_there(model: nn.Module, target: Target) -> bool:
     return module is target.module
 
 
-def _dynamo_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
 def _outside_graphs(deliver: Callable[..., None]) -> Any:
     """Compiled code may check whether to deliver, but must not trace into the buffer."""
     disable: Callable[..., Any] = torch.compiler.disable
@@ -456,7 +452,7 @@ def _outside_graphs(deliver: Callable[..., None]) -> Any:
 
 
 def _has_compiled(model: nn.Module) -> bool:
-    if not _dynamo_loaded():
+    wrapped = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    if wrapped is None:  # nothing can have been compiled
         return False
-    wrapped = sys.modules["torch._dynamo"].OptimizedModule
     return any(isinstance(m, wrapped) or m._compiled_call_impl is not None for m in model.modules())
