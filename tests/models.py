@@ -92,7 +92,9 @@ def bert(width: int = 16, depth: int = 4) -> Any:
 def gpt2(width: int = 16, depth: int = 4) -> Any:
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(vocab_size=50, n_embd=width, n_layer=depth, n_head=2, n_positions=64)
+    config = GPT2Config(
+        vocab_size=50, n_embd=width, n_layer=depth, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     return seeded(lambda: GPT2Model(config))
 
 
