@@ -197,6 +197,9 @@ class Capturing:
         if site.first_line is not None:
             self._met = False
             frame.f_trace = self._skip
+            # The trace function that is displaced has seen this call and will see the return from __exit__;
+            # one that counts calls and returns, as coverage's does, must not see this return as well.
+            sys._getframe().f_trace = None
             sys.settrace(_nothing)
         return self
 
