@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from softs_lightning.tracing.interleave import ACTIVE
 from softs_lightning.tracing.saving import save
+from softs_lightning.tracing.worker import ACTIVE
 
 __all__ = ["interposed"]
 
