@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from softs_lightning.auxiliary import Auxiliary, weights
+from softs_lightning.auxiliary import Auxiliary, enrol, weights
 from softs_lightning.dryrun import first_batch, rehearse, sizes
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
+from softs_lightning.refusals import refuse
 from softs_lightning.selectors import resolve_spec
 from softs_lightning.step import Distillation, DistilledStep
 from softs_lightning.teacher import Teacher
@@ -105,7 +105,7 @@ class DistillationCallback(Callback):
     ) -> None:
         super().__init__()
         self.pairs = _checked_pairs(pairs)
-        if not name or "." in name:
+        if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
         if isinstance(teacher, Teacher):
             if teacher_inputs is not None or early_exit is not True or copy:
@@ -120,9 +120,9 @@ class DistillationCallback(Callback):
         self._open = ExitStack()  # undoes whatever a fit has put in place
         self._bound: nn.ModuleList | None = None
         self._share: Distillation | None = None
-        self._learned: dict[
-            str, Tensor
-        ] = {}  # what the last fit left, for a checkpoint or another fit after it
+        # What training has come to: for a checkpoint, or for another fit of the same module.
+        self._learned: dict[str, Tensor] = {}
+        self._settled = False
         self._learned_with: weakref.ref[LightningModule] | None = None
 
     @property
@@ -139,9 +139,14 @@ class DistillationCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._close()
-        _refuse_trainer(self, trainer, pl_module)
+        self._clear_away(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not self]
+        refuse(self, rivals, trainer, pl_module)
+        _put_before_finders(trainer, self)
         with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+            _AT_WORK.setdefault(pl_module, []).append(self)
+            self._open.callback(_forget, pl_module, self)
             self._open.callback(self.teacher.release)
             self.teacher.place(
                 trainer.strategy.root_device, trainer.precision_plugin.convert_module, student=pl_module
@@ -164,7 +169,7 @@ class DistillationCallback(Callback):
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
-                Auxiliary.of(pl_module)[self.name] = bound
+                Auxiliary.put(pl_module, self.name, bound)
                 self._open.callback(Auxiliary.remove, pl_module, self.name)
             self._bound = bound
             self._learned_with = weakref.ref(pl_module)
@@ -193,7 +198,7 @@ class DistillationCallback(Callback):
         except Exception as error:
             raise MisconfigurationException(
                 f"the dry run that finds the sizes of the projectors of {named} failed: {error}. "
-                "Pass example_batch=, or a module as the projector"
+                "Pass a module as the projector, or example_batch= if it is the batch that does not fit"
             ) from error
 
     # -- the fit --------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ class DistillationCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._closing_on_error():
-            _add_to_optimizer(trainer, self._bound)
+            enrol(pl_module, trainer.optimizers)
             share = Distillation(
                 self.name,
                 self.teacher,
@@ -212,7 +217,7 @@ class DistillationCallback(Callback):
                 prog_bar=self.prog_bar,
             )
             self._open.callback(share.close)
-            DistilledStep.join(pl_module, share)
+            DistilledStep.join(pl_module, share, needs_every_gradient=_needs_every_gradient(trainer))
             self._open.callback(DistilledStep.leave, pl_module, share)
             self._share = share
         rank_zero_info(self._account())
@@ -222,6 +227,12 @@ class DistillationCallback(Callback):
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
         return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Before callbacks that put an average of the weights in their place: a checkpoint written
+        # from now on holds what training has come to, as those written before do.
+        self._keep_learned()
+        self._settled = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -234,10 +245,22 @@ class DistillationCallback(Callback):
         """Undo everything, in reverse order. Closing twice is harmless."""
         self._open.close()
         self._share = self._bound = None
+        self._settled = False
 
     def _keep_learned(self) -> None:
-        if self._bound is not None:
+        if self._bound is not None and not self._settled:
             self._learned = weights(self._bound)
+
+    def _clear_away(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what a fit has left that ended without telling its callbacks, or the model this is a copy of."""
+        self._close()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        earlier = callbacks[: callbacks.index(self)]
+        for other in list(_AT_WORK.get(pl_module, [])):
+            if other not in earlier:
+                other._close()
+        if not _AT_WORK.get(pl_module):
+            Auxiliary.discard(pl_module)
 
     def _closing_on_error(self) -> _CloseOnError:
         return _CloseOnError(self._close)
@@ -245,13 +268,31 @@ class DistillationCallback(Callback):
     # -- the callback's state -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        learned = self._learned if self._bound is None else weights(self._bound)
-        return {"projectors": learned} if learned else {}
+        self._keep_learned()
+        return {"projectors": self._learned, "pairs": self._names()} if self._learned else {}
+
+    def _names(self) -> list[str]:
+        return [pair.name for pair in self.pairs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Called for every stage; only a fit has projectors, and it has them by now.
-        if self._bound is not None and "projectors" in state_dict:
-            _load(self._bound, state_dict["projectors"], self.name)
+        if self._bound is None or "projectors" not in state_dict:
+            return
+        if state_dict["pairs"] != self._names():
+            raise MisconfigurationException(
+                f"the checkpoint of the distillation {self.name!r} has the pairs {state_dict['pairs']}, and here they "
+                f"are {self._names()}: their projectors and the optimizer's state would be mixed up. Resume with the "
+                "same pairs in the same order"
+            )
+        _load(self._bound, state_dict["projectors"], self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
+        self._keep_learned()
+        return {**self.__dict__, "_open": None, "_bound": None, "_share": None, "_learned_with": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=ExitStack(), _settled=False)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -292,42 +333,32 @@ def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     return pairs
 
 
-def _refuse_trainer(callback: DistillationCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Refuse what is known to train wrongly, before anything is built."""
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{type(pl_module).__name__} optimizes manually: its training_step calls backward itself, so a loss added "
-            "to what it returns would train nothing. Use automatic optimization"
-        )
-    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            f"{type(pl_module).__name__}.training_step takes dataloader_iter, so the batch is not known to the "
-            "teacher: take the batch instead"
-        )
-    supported = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
-    if not supported or isinstance(
-        trainer.strategy, DeepSpeedStrategy
-    ):  # which is a DDPStrategy to Lightning
-        raise MisconfigurationException(
-            f"distillation runs on one device and under DDP; {type(trainer.strategy).__name__} would leave projectors "
-            "unsynchronised or unsaved. Use strategy='ddp'"
-        )
+_AT_WORK: weakref.WeakKeyDictionary[LightningModule, list[DistillationCallback]] = weakref.WeakKeyDictionary()
+"""Which callbacks have put something into which student."""
+
+
+def _forget(pl_module: LightningModule, callback: DistillationCallback) -> None:
+    _AT_WORK[pl_module].remove(callback)
+    if not _AT_WORK[pl_module]:
+        del _AT_WORK[pl_module]
+
+
+def _put_before_finders(trainer: Trainer, callback: DistillationCallback) -> None:
+    """Lightning runs its tuners first, inside their ``on_fit_start``: they would tune a training without a teacher."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for other in callbacks:
-        if other is callback:
-            break
-        if isinstance(other, WeightAveraging):
-            raise MisconfigurationException(
-                f"{type(other).__name__} stands before the distillation callback and would copy the student without "
-                "its projectors: place it after"
-            )
-    rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not callback]
-    if any(c.name == callback.name for c in rivals):
-        raise MisconfigurationException(
-            f"two distillation callbacks are named {callback.name!r}: give each a name="
-        )
-    if callback.task_weight != 1.0 and any(c.task_weight != 1.0 for c in rivals):
-        raise MisconfigurationException("two distillation callbacks set task_weight: set it on one of them")
+    finders = [i for i, c in enumerate(callbacks) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
+    if finders and finders[0] < callbacks.index(callback):
+        rest = [c for c in callbacks if c is not callback]
+        rest.insert(finders[0], callback)
+        trainer.callbacks = rest  # type: ignore[attr-defined]
+
+
+def _needs_every_gradient(trainer: Trainer) -> bool:
+    """Whether a trainable parameter without a gradient stops the next step, as DDP does unless told otherwise."""
+    wrapped = trainer.strategy.model
+    return isinstance(wrapped, DistributedDataParallel) and not (
+        wrapped.find_unused_parameters or wrapped.static_graph
+    )
 
 
 def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable[[], None]) -> None:
@@ -350,26 +381,6 @@ def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable
 
     pl_module.__dict__["configure_model"] = configure_model
     undo.callback(restore)
-
-
-def _add_to_optimizer(trainer: Trainer, bound: nn.Module) -> None:
-    """See that each trainable parameter of the projectors is in exactly one optimizer group."""
-    parameters = [p for p in bound.parameters() if p.requires_grad]
-    if not parameters:
-        return
-    optimizers = trainer.optimizers
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if not groups:
-        raise MisconfigurationException(
-            "configure_optimizers returned no optimizer, so nothing would train the projectors"
-        )
-    for parameter in parameters:
-        holders = sum(any(p is parameter for p in group["params"]) for group in groups)
-        if holders > 1:
-            raise MisconfigurationException("a projector's parameter is in several optimizer groups")
-        if holders == 0:
-            # Extending a group, not adding one: most schedulers fail or go wrong on a new group.
-            groups[0]["params"].append(parameter)
 
 
 def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:

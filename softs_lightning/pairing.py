@@ -9,12 +9,13 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from softs_lightning.product import ProductSpec, describe
+from softs_lightning.projectors import PROJECTORS, ProjectorFactory
 
 __all__ = ["BoundPair", "Loss", "Mask", "Pair"]
 
@@ -34,10 +35,11 @@ class Pair:
             ``bind(student, teacher)`` is shown both models before training. Both sides arrive in
             float32 at least, outside autocast.
         weight: multiplies the term.
-        projector: applied to the student's activation first: ``None``, ``"linear"`` (an
-            ``nn.Linear`` over the last dimension for each pair of activations, sizes found by a dry
-            run) or a module, which is copied and serves all activations of the pair. It trains with
-            the student and stays out of its checkpoints.
+        projector: applied to the student's activation first: ``None``; a name of
+            :mod:`softs_lightning.projectors`, such as ``"linear"``, or a function ``(student_shape,
+            teacher_shape) -> module``, which make one for each pair of activations, their shapes
+            found by a dry run; or a module, which is copied and serves all activations of the pair.
+            It trains with the student and stays out of its checkpoints.
         name: what the term is logged as; by default the student's product_id without its brackets.
         mask: which tokens count, for losses that take a mask: ``True`` takes the batch's
             ``attention_mask`` where its shape is that of the activation but for the last dimension,
@@ -62,7 +64,7 @@ class Pair:
         student: str | ProductSpec,
         loss: Loss,
         weight: float = 1.0,
-        projector: Literal["linear"] | nn.Module | None = None,
+        projector: str | nn.Module | ProjectorFactory | None = None,
         name: str | None = None,
         mask: Mask = True,
     ) -> None:
@@ -91,20 +93,30 @@ class Pair:
             )
         if not math.isfinite(self.weight):
             raise ValueError(f"pair {self.name!r}: weight must be finite, got {self.weight}")
-        known = self.projector is None or self.projector == "linear" or isinstance(self.projector, nn.Module)
-        if not known:
-            raise TypeError(
-                f"pair {self.name!r}: projector must be None, 'linear' or a torch.nn.Module, got {self.projector!r}"
-            )
+        self._validate_projector()
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
             )
 
+    def _validate_projector(self) -> None:
+        projector = self.projector
+        names = ", ".join(map(repr, PROJECTORS))
+        if isinstance(projector, str) and projector not in PROJECTORS:
+            raise ValueError(f"pair {self.name!r}: there is no projector {projector!r}; there are {names}")
+        if isinstance(projector, type) or not (
+            projector is None or isinstance(projector, str) or callable(projector)
+        ):
+            raise TypeError(
+                f"pair {self.name!r}: projector must be None, one of {names}, a torch.nn.Module, or a function of "
+                f"both shapes that returns one, got {projector!r}"
+                + (", a class: make an instance of it" if isinstance(projector, type) else "")
+            )
+
     @property
     def needs_sizes(self) -> bool:
         """Whether activation sizes must be known before the projector can be made."""
-        return self.projector == "linear"
+        return self.projector is not None and not isinstance(self.projector, nn.Module)
 
     def __repr__(self) -> str:
         loss = (
@@ -121,7 +133,7 @@ class BoundPair(nn.Module):
     Args:
         pair: the pair; its projector and loss are copied if they are modules, so that every fit
             begins with what the user handed over.
-        student: the sizes of the student's activations, needed for ``projector="linear"`` only.
+        student: the sizes of the student's activations, needed where ``pair.needs_sizes`` only.
         teacher: the sizes of the teacher's.
     """
 
@@ -138,12 +150,13 @@ class BoundPair(nn.Module):
         self.same_shape = bool(getattr(pair.loss, "same_shape", True))
         self.wants = _optional_arguments(pair.loss)
         self.projectors = nn.ModuleList()
-        if pair.projector == "linear":
-            if student is None or teacher is None:
-                raise ValueError(f"pair {pair.name!r}: projector='linear' needs the sizes of both sides")
-            self.projectors.extend(_linear(pair, s, t) for s, t in zip(student, teacher, strict=True))
-        elif isinstance(pair.projector, nn.Module):
+        if isinstance(pair.projector, nn.Module):
             self.projectors.append(copy.deepcopy(pair.projector))
+        elif pair.projector is not None:
+            if student is None or teacher is None:
+                raise ValueError(f"pair {pair.name!r}: its projector needs the sizes of both sides")
+            make = PROJECTORS[pair.projector] if isinstance(pair.projector, str) else pair.projector
+            self.projectors.extend(_made(pair, make, s, t) for s, t in zip(student, teacher, strict=True))
 
     def bind(self, student: nn.Module, teacher: nn.Module) -> None:
         """Show both models to a loss that asks for them with a ``bind`` method (a head's weights, say)."""
@@ -240,18 +253,16 @@ class BoundPair(nn.Module):
         return mask
 
 
-def _linear(pair: Pair, student: torch.Size, teacher: torch.Size) -> nn.Linear:
-    if len(student) == 4 and len(teacher) == 4 and student[2:] == teacher[2:] and student[1] != teacher[1]:
-        raise ValueError(
-            f"pair {pair.name!r}: 'linear' maps the last dimension, and these are feature maps {list(student)} and "
-            f"{list(teacher)}: pass projector=nn.Conv2d({student[1]}, {teacher[1]}, 1)"
+def _made(pair: Pair, make: ProjectorFactory, student: torch.Size, teacher: torch.Size) -> nn.Module:
+    try:
+        module = make(student, teacher)
+    except ValueError as error:
+        raise ValueError(f"pair {pair.name!r}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"pair {pair.name!r}: the projector's function returned {describe(module)}, not a module"
         )
-    if len(student) < 2 or student[:-1] != teacher[:-1]:
-        raise ValueError(
-            f"pair {pair.name!r}: 'linear' maps the last dimension, but the shapes differ elsewhere: student "
-            f"{list(student)}, teacher {list(teacher)}. Pass a module as projector"
-        )
-    return nn.Linear(student[-1], teacher[-1])
+    return module
 
 
 def _optional_arguments(loss: Loss) -> frozenset[str]:

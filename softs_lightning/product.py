@@ -10,11 +10,13 @@ A *product* is a set of activations named by a string::
 ``a|b``                several modules, in this order; blanks and empty items are dropped
 ``a!2``                the third call of ``a`` within one forward (counted from 0)
 ``a#0``, ``a#0.key``   one element of a tuple, mapping, dataclass or argument list
+``a#0?``               the element of a tuple, list or ``ModelOutput``, any other value whole
 ``.``                  the model itself
 =====================  ==================================================================
 
-Between the two sections blanks and any of ``| , ; & +`` may stand. A string becomes a
-:class:`ProductSpec` here, at the edge; nothing further in reads product_ids.
+Between the two sections blanks and any of ``| , ; & +`` may stand. Several modules at once are named
+by selectors, see ``softs_lightning.selectors``. A string becomes a :class:`ProductSpec` here, at the
+edge; nothing further in reads product_ids.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Item", "Kind", "ProductSpec", "describe", "parse_io_spec", "take"]
+__all__ = ["Item", "Kind", "ProductSpec", "describe", "element", "parse_io_spec", "take"]
 
 Kind = Literal["inputs", "outputs"]
 
+_ELEMENT = re.compile(r"-?[0-9]{1,9}\?")
 _SECTION = re.compile(r"\b(inputs|outputs)\s*\[([^\[\]]*)\]")
 _SEPARATORS = re.compile(r"[\s|,;&+]*")
 _ITEM = re.compile(r"(?P<name>[^#!]*)(?:!(?P<call>[^#]*))?(?:#(?P<pick>.*))?", re.DOTALL)
@@ -167,7 +170,7 @@ def take(value: Any, pick: Sequence[int | str]) -> Any:
 
     An index picks from tuples and lists (and from outputs that convert to one by ``to_tuple``),
     a key from mappings, named tuples, torch's return types and dataclasses. In a mapping without
-    the number 0, ``0`` is the key ``"0"``.
+    the number 0, ``0`` is the key ``"0"``. ``0?`` is :func:`element` 0.
 
     Raises:
         LookupError: when a step cannot be taken; the message says what stood there.
@@ -193,12 +196,32 @@ def _step(value: Any, step: int | str) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError
         return value[step]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and step in value:
         return value[step]
+    if _ELEMENT.fullmatch(step):
+        return element(value, int(step[:-1]))
     fields = getattr(value, "__match_args__", ()) if isinstance(value, tuple) else ()
     if step in fields or step in getattr(value, "__dataclass_fields__", ()):
         return getattr(value, step)
     raise AttributeError(step)
+
+
+def element(value: Any, index: int) -> Any:
+    """The element of what a module returned: of a tuple, a list or a ``ModelOutput``; other values are whole.
+
+    Raises:
+        IndexError: when there is no such element; the message says what is there.
+
+    >>> element(("hidden", "weights"), 1), element("hidden", 1)
+    ('weights', 'hidden')
+    """
+    sequence = value.to_tuple() if hasattr(value, "to_tuple") else value
+    if not isinstance(sequence, (tuple, list)):
+        return value
+    try:
+        return sequence[index]
+    except IndexError:
+        raise IndexError(f"there is no element {index} in {describe(sequence)}") from None
 
 
 def describe(value: Any) -> str:

@@ -12,6 +12,7 @@ synchronised, the loss is scaled, and accumulation divides it, as for the user's
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,8 +79,10 @@ class Distillation:
         supplied, captured = products
         terms: dict[str, Tensor] = {}
         for bound in self.pairs:
-            theirs = _select(supplied, bound.pair.teacher, f"pair {bound.pair.name!r}, teacher")
-            ours = _select(captured, bound.pair.student, f"pair {bound.pair.name!r}, student")
+            theirs = _select(
+                supplied, bound.pair.teacher, f"pair {bound.pair.name!r}, teacher", self.teacher.module
+            )
+            ours = _select(captured, bound.pair.student, f"pair {bound.pair.name!r}, student", self.student)
             if not self.proven:
                 self._prove_trainable(bound, ours)
             term = bound(ours, theirs, batch)
@@ -125,11 +128,27 @@ class Distillation:
                 )
 
 
-def _select(capture: Capture, spec: ProductSpec, what: str) -> list[Any]:
+def _select(capture: Capture, spec: ProductSpec, what: str, model: nn.Module | None) -> list[Any]:
     try:
         return capture.select(spec)
     except LookupError as error:
-        raise LookupError(f"{what}: {error.args[0]}") from None
+        never = any(not capture[item.name][kind] for kind, item in spec)
+        hint = _COMPILED if never and _has_compiled(model) else ""
+        raise LookupError(f"{what}: {error.args[0]}{hint}") from None
+
+
+_COMPILED = (
+    ". The model is compiled, and compiled code does not see hooks that are added after its first call: "
+    "fit before that call, or call torch.compiler.reset() first"
+)
+
+
+def _has_compiled(model: nn.Module | None) -> bool:
+    if (
+        model is None or getattr(model, "_compiler_ctx", None) is not None
+    ):  # Lightning's note on a compiled module
+        return model is not None
+    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
 
 def _prove_loss(bound: BoundPair, term: Tensor) -> None:
@@ -147,20 +166,43 @@ def _prove_loss(bound: BoundPair, term: Tensor) -> None:
 
 def _reaches(value: Tensor, parameters: set[int]) -> bool:
     """Whether the graph behind `value` leads to one of `parameters` (given by id)."""
+    found, hidden = _leaves(value)
+    return hidden or not parameters.isdisjoint(found)
+
+
+def _leaves(value: Tensor) -> tuple[set[int], bool]:
+    """The ids of the tensors that `value` would give gradients to, and whether some may be hidden."""
     if value.grad_fn is None:
-        return id(value) in parameters
+        return {id(value)}, False
     waiting, seen = [value.grad_fn], {value.grad_fn}
+    found, hidden = set(), False
     while waiting:
         node = waiting.pop()
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        if node.name().startswith("CheckpointFunction"):
-            return True  # re-entrant checkpointing hides the parameters inside
+        found.add(id(getattr(node, "variable", None)))
+        # Re-entrant checkpointing hides the parameters inside.
+        hidden = hidden or node.name().startswith("CheckpointFunction")
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return False
+    return found, hidden
+
+
+def _prove_reached(student: nn.Module, total: Tensor) -> None:
+    found, hidden = _leaves(total)
+    idle = [name for name, p in student.named_parameters() if p.requires_grad and id(p) not in found]
+    if idle and not hidden:
+        listed = ", ".join(map(repr, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
+        raise RuntimeError(
+            f"under DDP every trainable parameter must get a gradient in every step, and {listed} got none from the "
+            "task loss or any distillation term. Freeze what is not to learn with requires_grad_(False), or use "
+            "strategy='ddp_find_unused_parameters_true'"
+        )
+
+
+def _in_training(student: nn.Module) -> bool:
+    trainer = getattr(student, "_trainer", None)
+    return trainer is None or bool(trainer.training)
 
 
 class DistilledStep:
@@ -171,17 +213,25 @@ class DistilledStep:
         self.inner = inner
         self.own = own  # what stood in the instance's __dict__: nothing, or a compiled step
         self.shares: list[Distillation] = []
+        self.needs_every_gradient = False  # prove it in the next step, once
         # Lightning reads the step's signature through one level of __wrapped__.
         self.__wrapped__ = inspect.unwrap(inner)
         self.__name__ = "training_step"
         self.__doc__ = self.__wrapped__.__doc__
 
     @classmethod
-    def join(cls, student: nn.Module, share: Distillation) -> None:
-        """Let `share` take part in the student's training step."""
+    def join(cls, student: nn.Module, share: Distillation, *, needs_every_gradient: bool = False) -> None:
+        """Let `share` take part in the student's training step.
+
+        Args:
+            student: whose ``training_step`` is replaced on the instance.
+            share: what to add to it.
+            needs_every_gradient: prove in the next step that each trainable parameter gets a gradient.
+        """
         own = student.__dict__.get("training_step")
         step = own if isinstance(own, cls) else cls(student, student.training_step, own)  # type: ignore[arg-type]
         step.shares.append(share)
+        step.needs_every_gradient = needs_every_gradient
         student.__dict__["training_step"] = step
 
     @classmethod
@@ -199,7 +249,11 @@ class DistilledStep:
             student.__dict__["training_step"] = step.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _in_training(self.student):
+            return self.inner(*args, **kwargs)  # a validation_step that calls training_step
         batch = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(batch, Mapping):
+            batch = copy.copy(batch)  # the user's step may pop from it, and losses come after it
         with ExitStack() as stack:
             products = [stack.enter_context(share.watch(batch)) for share in self.shares]
             output = self.inner(*args, **kwargs)
@@ -215,6 +269,9 @@ class DistilledStep:
             added = share.total(terms).to(loss.device)
             share.log({**terms, "total": added})
             total = total + added
+        if self.needs_every_gradient:
+            self.needs_every_gradient = False
+            _prove_reached(self.student, total)
         return {**output, "loss": total} if isinstance(output, Mapping) else total
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -222,7 +279,7 @@ class DistilledStep:
         return types.MethodType(_plain_step(self.student), memo.get(id(self.student), self.student))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (_plain_step(self.student), self.student)
+        return getattr, (self.student, "training_step")
 
 
 def _plain_step(student: nn.Module) -> Callable[..., Any]:

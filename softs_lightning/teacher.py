@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -124,11 +125,12 @@ class Teacher:
         module = self.build()
         if student is not None:
             _refuse_shared(module, student)
-        if module is self.source:
-            if convert is not None and _changes_dtype(module, convert):
-                module = copy.deepcopy(module)
-            else:
-                self._give_back = _remember(module)
+        _refuse_meta(module)
+        ours = module is not self.source
+        if not ours and convert is not None and _changes_dtype(module, convert):
+            module, ours = copy.deepcopy(module), True
+        # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
+        self._give_back = _borrow(module, move=not ours)
         try:
             module.requires_grad_(False).eval()
             if device is not None:
@@ -285,14 +287,50 @@ def _changes_dtype(module: nn.Module, convert: Callable[[nn.Module], nn.Module])
     return any(p.dtype != before for p in convert(probe).parameters())
 
 
-def _remember(module: nn.Module) -> Callable[[], None]:
+def _refuse_meta(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(
+                f"the teacher's {name!r} is on the meta device, so it has no values: load the weights first, or "
+                "give a factory that does"
+            )
+
+
+@dataclass
+class _Loan:
+    """How many teachers use a module now, and how to give it back when the last of them is done."""
+
+    count: int
+    give_back: Callable[[], None]
+
+
+_LOANS: WeakKeyDictionary[nn.Module, _Loan] = WeakKeyDictionary()
+
+
+def _borrow(module: nn.Module, *, move: bool) -> Callable[[], None]:
+    """Note the state of a user's module; calling what is returned puts it back, once nobody else uses it."""
+    loan = _LOANS.get(module)
+    if loan is None:
+        loan = _LOANS[module] = _Loan(0, _remember(module, move))
+    loan.count += 1
+
+    def give_back() -> None:
+        loan.count -= 1
+        if loan.count == 0:
+            _LOANS.pop(module, None)
+            loan.give_back()
+
+    return give_back
+
+
+def _remember(module: nn.Module, move: bool) -> Callable[[], None]:
     """Note modes, flags and devices of a module; the function returned puts them back."""
     modes = [(m, m.training) for m in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters()]
     devices = {t.device for t in [*module.parameters(), *module.buffers()]}
 
     def give_back() -> None:
-        if len(devices) == 1:
+        if move and len(devices) == 1:
             module.to(next(iter(devices)))
         for m, training in modes:
             m.training = training

@@ -26,8 +26,10 @@ __all__ = [
     "pick",
     "positive",
     "raised",
+    "run_raised",
     "unit_interval",
     "unit_rows",
+    "valid_rows",
 ]
 
 Normalizer = Tensor | float | int | None
@@ -87,6 +89,17 @@ def raised(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
+def run_raised(network: Callable[..., Tensor], values: Tensor) -> Tensor:
+    """A loss's own network on ``values``: in its own dtype where that is a half one, the result raised.
+
+    A module held in half precision (bf16-true) stays so; what is compared is not.
+    """
+    held = [] if not isinstance(network, nn.Module) else [*network.parameters(), *network.buffers()]
+    half = [x.dtype for x in held if x.is_floating_point() and x.dtype.itemsize < 4]
+    result = network(values.to(half[0]) if half else values)
+    return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
 def full_precision(function: Function) -> Function:
     """Give ``function(student, teacher, ...)`` both operands raised, and switch autocast off inside it."""
 
@@ -121,6 +134,26 @@ def _valid(mask: Tensor, shape: torch.Size) -> Tensor:
 def keep_valid(values: Tensor, mask: Tensor | None) -> Tensor:
     """Zero what the mask leaves out, *before* the maths: padding may hold NaN, and 0 · NaN is NaN."""
     return values if mask is None else values.masked_fill(~_valid(mask, values.shape), 0)
+
+
+def valid_rows(values: Tensor, mask: Tensor | None, *, tokens: bool = True) -> Tensor:
+    """``values`` as ``[rows, features]``, the valid rows only; for losses that relate rows to each other.
+
+    With ``tokens`` each position of the leading dimensions is a row. Otherwise each sample is one row with
+    all the rest flattened: masked tokens are zero in it, and a sample without a valid token is left out.
+    """
+    if values.ndim < 2:
+        raise ValueError(f"rows to relate are [batch, ..., features], got {tuple(values.shape)}")
+    if mask is None:
+        return values.flatten(0, -2) if tokens else values.flatten(1)
+    if tokens:
+        _valid(mask, values.shape)
+        return (
+            values.flatten(mask.ndim)[mask != 0]
+            if mask.ndim < values.ndim
+            else values[mask != 0].unsqueeze(-1)
+        )
+    return keep_valid(values, mask).flatten(1)[(mask != 0).flatten(1).any(1) if mask.ndim > 1 else mask != 0]
 
 
 def mean_over_rows(rows: Tensor, mask: Tensor | None = None, normalizer: Normalizer = None) -> Tensor:

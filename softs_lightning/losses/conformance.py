@@ -90,7 +90,7 @@ def check_loss(
         logits: shifting a row of logits changes nothing, infinities are allowed (default: no).
         row_mean: a mean over independent rows, so that a batch may be split (default: no).
         same_shape: unlike shapes must raise (default: yes).
-        token_dims: the dimensions that run over tokens, for the mask (default: ``(1,)``).
+        token_dims: the dimensions that run over tokens, for the mask (default: 1, of three or more).
         masked: run the checks on masks (default: where the signature has ``mask``).
         compiled: also compare with ``torch.compile`` (backend ``aot_eager``: no compiler needed).
         seed: of the samples.
@@ -127,11 +127,13 @@ def check_loss(
         logits=claim("logits", logits, False),
         row_mean=claim("row_mean", row_mean, False),
         same_shape=claim("same_shape", same_shape, True),
-        token_dims=tuple(claim("token_dims", token_dims, (1,))),
+        token_dims=tuple(claim("token_dims", token_dims, (1,) if len(shape) > 2 else ())),
         seed=seed,
     )
     suite = {title: check for title, check in CHECKS.items() if compiled or title != "compiled equals eager"}
     name = repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", repr(loss))
+    if "\n" in name:  # a module with submodules
+        name = type(loss).__name__
     report = LossReport(name, tuple(_run(title, check, subject) for title, check in suite.items()))
     if not report.passed:
         raise LossCheckError(report)

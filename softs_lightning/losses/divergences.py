@@ -31,10 +31,12 @@ __all__ = [
     "KLDivergence",
     "SkewedKL",
     "TotalVariation",
+    "endpoint_message",
     "generalized_jsd",
     "jsd_rows",
     "kl_divergence",
     "kl_rows",
+    "mixture_logs",
     "skewed_kl",
     "total_variation",
 ]
@@ -65,14 +67,14 @@ def kl_rows(log_student: Tensor, log_teacher: Tensor, direction: str = "forward"
     return non_negative(rows)
 
 
-def _mixture_logs(log_student: Tensor, log_teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def mixture_logs(log_student: Tensor, log_teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(M/S) and log(M/T) for M = beta·T + (1−beta)·S, exact also where beta or 1−beta is tiny.
 
     Taken against the component with the larger share, from the gap between the two: log M minus a log
     would leave only rounding of what is of the order of the smaller share.
     """
     if beta > 0.5:
-        over_teacher, over_student = _mixture_logs(log_teacher, log_student, 1 - beta)
+        over_teacher, over_student = mixture_logs(log_teacher, log_student, 1 - beta)
         return over_student, over_teacher
     gap = log_teacher - log_student
     # Beyond e^80 (near float32's limit) M is beta·T to the last digit, and log(M/T) no longer moves.
@@ -85,15 +87,16 @@ def jsd_rows(log_student: Tensor, log_teacher: Tensor, beta: float = 0.5, normal
     """Generalised JSD of each row of log-probabilities; see :func:`generalized_jsd`."""
     if beta in (0, 1):
         if not normalized:
-            raise ValueError(_endpoint_message(beta))
+            raise ValueError(endpoint_message(beta))
         return kl_rows(log_student, log_teacher, "forward" if beta == 0 else "reverse")
-    over_student, over_teacher = _mixture_logs(log_student, log_teacher, beta)
+    over_student, over_teacher = mixture_logs(log_student, log_teacher, beta)
     terms = beta * log_teacher.exp() * over_teacher + (1 - beta) * log_student.exp() * over_student
     rows = non_negative(-terms.sum(-1))
     return rows / (beta * (1 - beta)) if normalized else rows
 
 
-def _endpoint_message(beta: float) -> str:
+def endpoint_message(beta: float) -> str:
+    """Why the plain divergence is refused at an end, and what to use there."""
     name = "forward" if beta == 0 else "reverse"
     return (
         f"the generalised JSD is identically zero at beta={beta:g}: pass normalized=True, whose limit there "
@@ -205,7 +208,7 @@ def skewed_kl(
     if skew == 0:
         rows = kl_rows(log_student, log_teacher)
     else:
-        rows = -(log_teacher.exp() * _mixture_logs(log_student, log_teacher, skew)[1]).sum(-1)
+        rows = -(log_teacher.exp() * mixture_logs(log_student, log_teacher, skew)[1]).sum(-1)
     return temperature**2 * mean_over_rows(non_negative(rows), mask, normalizer)
 
 
@@ -287,7 +290,7 @@ class GeneralizedJSD(DistillationLoss):
         self.temperature = positive("temperature", temperature)
         self.normalized = normalized
         if beta in (0, 1) and not normalized:
-            raise ValueError(_endpoint_message(beta))
+            raise ValueError(endpoint_message(beta))
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

@@ -1,0 +1,635 @@
+"""One run: a call of the model on this thread, and the blocks that read and change it on theirs.
+
+No torch here. The model's side calls `Run.visit` whenever a module is called; a block's side calls `Worker.ask`
+and waits there until the model reaches the location. Exactly one of the threads runs at any time: whoever hands
+over the baton waits for its own.
+"""
+
+import contextvars
+import ctypes
+import itertools
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from softs_lightning.tracing.baton import Baton
+from softs_lightning.tracing.capture import Body, own_frames_removed
+from softs_lightning.tracing.errors import Cancelled, OutOfOrderError, OutsideTraceError, Unwind
+
+__all__ = [
+    "ACTIVE",
+    "ENTRY",
+    "OUTPUT",
+    "RESULT",
+    "Event",
+    "Observer",
+    "Place",
+    "Rows",
+    "Run",
+    "Worker",
+    "current_worker",
+]
+
+ENTRY, OUTPUT = "input", "output"
+RESULT = 0  # in place of a module's id: what the traced call returned
+
+Place = tuple[int, str, int]  # (id of the module, ENTRY or OUTPUT, number of the visit)
+
+_PATIENCE = 10.0  # seconds that a block has to end in when it is told to
+
+
+class Rows(Protocol):
+    """A block's part of a batch."""
+
+    def narrow(self, value: Any) -> Any:
+        """This part of ``value``."""
+
+    def check(self, value: Any, whole: Any) -> None:
+        """Raise ValueError unless ``value`` fits in this part of ``whole``."""
+
+    def widen(self, whole: Any, value: Any) -> Any:
+        """``whole`` with ``value`` in place of this part."""
+
+    def check_part(self, value: Any) -> None:
+        """Raise ValueError unless ``value`` is as long as this part."""
+
+    def gather(self, parts: list[Any]) -> Any:
+        """The whole that is made of the ``parts``."""
+
+
+class Observer(Protocol):
+    """Sees what every visit of a module came in with and went out with, after all changes."""
+
+    def entered(self, module: int, value: Any) -> Any: ...
+
+    def left(self, module: int, value: Any, token: Any) -> None: ...
+
+
+class _Active(threading.local):
+    run: "Run | None" = None  # whose model runs on this thread
+    worker: "Worker | None" = None  # which block runs on this thread
+    collecting: Any = None  # what a trace keeps whose block is running here to collect its invokes
+
+
+ACTIVE = _Active()
+
+
+def current_worker(what: str) -> "Worker":
+    """The block that runs on this thread.
+
+    Raises:
+        OutsideTraceError: there is none.
+    """
+    worker = ACTIVE.worker
+    if worker is None:
+        if ACTIVE.collecting is not None:
+            raise OutsideTraceError(
+                f"{what} cannot be reached here: this trace got no input, so its body only collects invokes; "
+                "give trace() an input, or write `with tracer.invoke(...):` around this"
+            )
+        raise OutsideTraceError(f"{what} can only be used in a block while it is being traced")
+    return worker
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """The model, paused at a place, and the value there."""
+
+    place: Place
+    value: Any
+    views: dict["Worker", Any] = field(default_factory=dict)
+    writes: list[tuple["Worker", Any]] = field(default_factory=list)
+    skips: list[tuple["Worker", Any]] = field(default_factory=list)
+    skippers: list["Worker"] = field(default_factory=list)  # wait to hear whether all rows skip
+
+    def settle(self) -> None:
+        """Put what blocks wrote to their rows into the whole; on the model's thread, under its modes."""
+        for worker, value in self.writes:
+            assert worker.rows is not None
+            self.value = worker.rows.widen(self.value, value)
+        self.writes.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What was kept from the beginning of a visit for its end."""
+
+    event: Event
+    tokens: list[Any]
+
+
+class Worker:
+    """One block on a thread of its own.
+
+    Args:
+        body: what to run.
+        rows: the block's part of the batch; None for all of it.
+    """
+
+    def __init__(self, body: Body, rows: Rows | None = None) -> None:
+        self.body = body
+        self.rows = rows
+        self.step = 0  # which visit of a location is meant: a loop over `tracer.iter` moves it
+        self.asked = False
+        self.first: tuple[int, ...] | None = None  # modules whose next visit could begin another step
+        self.waits_for: tuple[Place, ...] | None = None
+        self.waits: Any = None  # said in messages: what it waits for
+        self.thrown: BaseException | None = None
+        self.error: BaseException | None = None
+        self.alive = False
+        self.baton: Baton
+        self.thread: threading.Thread | None = None
+        self.run: Run
+
+    # On the block's own thread.
+
+    def _main(self, run: "Run", context: contextvars.Context) -> None:
+        ACTIVE.worker = self
+        if self.tracer is not None and threading.gettrace() is None:
+            sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
+        try:
+            context.run(self._body, run)
+        except Cancelled:
+            pass
+        except BaseException as error:
+            self.error = error.with_traceback(own_frames_removed(error.__traceback__))
+        finally:
+            self.alive = False
+            run.baton.give()
+
+    def _body(self, run: "Run") -> None:
+        with run.ambient():
+            self.body.run()
+
+    def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
+        """Let the model run on until it reaches one of ``places``."""
+        run = self.run
+        self.waits_for, self.waits = places, waits
+        run.baton.give()
+        self.baton.take()
+        self.waits_for = self.waits = None
+        if self.thrown is not None:
+            thrown, self.thrown = self.thrown, None
+            try:
+                raise thrown
+            finally:
+                del thrown  # or its traceback would keep this frame, and this frame the error
+
+    def reach(self, module: int, kind: str, name: str) -> Event:
+        """Wait until the model is at a location, in the visit that this block is at.
+
+        Raises:
+            OutOfOrderError: the run has passed it, or ended without reaching it.
+        """
+        run = self.run
+        place = (module, kind, 0 if module == RESULT else self.step)
+        self.asked = True
+        event = run.event
+        if event is None or event.place != place:
+            run.check(self, place, name)
+            self.park((place,), name)
+            event = run.event
+            assert event is not None
+            assert event.place == place
+        if self.first is None and module != RESULT:
+            self.first = run.around(place)
+        return event
+
+    def read(self, module: int, kind: str, name: str) -> Any:
+        """The value at a location."""
+        event = self.reach(module, kind, name)
+        if self not in event.views:
+            if self.rows is None:
+                event.views[self] = event.value
+            else:
+                self.park((event.place,), name)  # its rows are taken on the model's thread
+        return event.views[self]
+
+    def write(self, module: int, kind: str, name: str, value: Any) -> None:
+        """Replace the value at a location."""
+        event = self.reach(module, kind, name)
+        if self.rows is None:
+            event.value = value
+        else:
+            self.rows.check(value, event.value)
+            event.writes.append((self, value))
+        event.views[self] = value
+
+    def skip(self, module: int, name: str, value: Any) -> None:
+        """Have ``value`` in place of what the module would return, and keep it from running."""
+        event = self.reach(module, ENTRY, name)
+        if self.rows is not None:
+            self.rows.check_part(value)
+            event.skips.append((self, value))
+            event.skippers.append(self)
+            self.park(None, name)
+        else:
+            event.skips[:] = [(self, value)]
+
+    # On the model's thread.
+
+    def start(self, run: "Run", context: contextvars.Context) -> Callable[[], None]:
+        """Make the thread; what is returned starts it, with the baton."""
+        self.run = run
+        self.alive = True
+        self.tracer = sys.gettrace()
+        self.baton = Baton()
+        # It begins with the baton: another hand-over would cost as much as the start itself.
+        self.thread = threading.Thread(
+            target=self._main, args=(run, context), name="traced block", daemon=True
+        )
+        return self.thread.start
+
+    def interrupt(self, kind: type[BaseException]) -> None:
+        """Raise ``kind`` in the block while it is running."""
+        if self.thread is not None and self.thread.ident is not None and self.alive:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.thread.ident), ctypes.py_object(kind)
+            )
+
+    def close(self) -> bool:
+        """Wait for the thread; whether it has ended."""
+        ended = True
+        if self.thread is not None:
+            self.thread.join(_PATIENCE)
+            ended = not self.thread.is_alive()
+            if ended:
+                self.baton.close()
+            else:
+                warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
+        self.thread = self.rows = None
+        del self.body
+        self.__dict__.pop("run", None)
+        self.__dict__.pop("tracer", None)
+        return ended
+
+
+class Run:
+    """A call of the model, interleaved with blocks.
+
+    Args:
+        workers: the blocks, in the order in which they are served where several wait for the same thing.
+        members: ids of the modules that report their visits, to 0 visits each.
+        saves: the values to keep.
+        name_of: the name of a location, for messages.
+        ambient: a context manager to run each block in.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        members: dict[int, int],
+        saves: Any,
+        name_of: Callable[[int, str], str],
+        ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.workers = workers
+        self.saves = saves
+        self.name_of = name_of
+        self.ambient = ambient
+        self.baton: Baton
+        self.waiting: dict[Place, list[Worker]] = {}
+        self.wanted: dict[int, int] = {}
+        self.ready: deque[Worker] = deque()
+        self.observers: list[Observer] = []
+        self.event: Event | None = None
+        self.begun = members
+        self.ended = dict(members)
+        self.last = 0  # the module reached last: positive at its beginning, negative at its end
+        self.attentive = False  # whether every visit is looked at, not only those a block waits for
+        self.unwind: Unwind | None = None
+        self.stopper: Worker | None = None
+        self.failure: BaseException | None = None
+        self.finished = False  # the call has returned: no module will be visited any more
+        self.over = False
+        self.cancelled = False
+
+    # On the model's thread.
+
+    def drive(self, call: Callable[[], Any]) -> None:
+        """Run the blocks and the call to their ends.
+
+        Raises:
+            BaseException: what the call or a block raised, as it was raised.
+        """
+        outer, ACTIVE.run = ACTIVE.run, self
+        self.baton = Baton()
+        try:
+            try:
+                self._start()
+                value = call()
+                self._go_on()
+                self.finished = True
+                self._end_loops()
+                self._pause((RESULT, OUTPUT, 0), value)
+                self._go_on()
+                value = None
+            except BaseException as error:
+                if self.unwind is None or not _arose_from(error, self.unwind):
+                    raise
+            self.finished = self.over = True
+            if self.failure is None:
+                self._end_loops()
+                self._unreached()
+        finally:
+            ACTIVE.run = outer
+            self.over = True
+            self._cancel()
+            self._release()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            context = failure.__context__
+            try:
+                raise failure
+            finally:
+                failure.__context__ = context  # raising it here took the exception that is handled here
+                del failure, context
+
+    def visit(
+        self, module: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``forward`` for a module, with the blocks that wait for it served before and after."""
+        number = self.begun[module]
+        self.begun[module] = number + 1
+        self.last = module
+        entry = None
+        if self.attentive or module in self.wanted:
+            entry = self._enter(module, number, (args, kwargs))
+            args, kwargs = entry.event.value
+        if entry is None or not entry.event.skips:
+            value = forward(*args, **kwargs)
+        else:
+            value = self._skipped(entry.event.skips)
+        self.last = -module
+        if self.attentive or module in self.wanted:
+            value = self._leave(module, number, value, entry)
+        self.ended[module] = number + 1
+        return value
+
+    def _enter(self, module: int, number: int, inputs: Any) -> "Entry":
+        if self.unwind is not None:
+            raise self.unwind
+        event = self._pause((module, ENTRY, number), inputs)
+        tokens = [each.entered(module, event.value) for each in self.observers]
+        if self.unwind is not None:
+            raise self.unwind
+        return Entry(event, tokens)
+
+    def _leave(self, module: int, number: int, value: Any, entry: "Entry | None") -> Any:
+        if self.unwind is not None:
+            raise self.unwind
+        value = self._pause((module, OUTPUT, number), value).value
+        tokens = entry.tokens if entry is not None else []
+        for observer, token in itertools.zip_longest(self.observers, tokens):
+            observer.left(module, value, token)
+        if self.unwind is not None:
+            raise self.unwind
+        return value
+
+    def _start(self) -> None:
+        for worker in self.workers:
+            self._resume(worker, worker.start(self, contextvars.copy_context()))
+            self._go_on()
+
+    def _pause(self, place: Place, value: Any) -> Event:
+        """Hold the model at ``place`` until no block has anything left to do there."""
+        event = self.event = Event(place, value)
+        try:
+            while True:
+                if self.ready:
+                    self._resume(self.ready.popleft())
+                elif waiting := self.waiting.get(place):
+                    worker = min(waiting, key=self.workers.index)
+                    self._forget(worker)
+                    if worker.rows is not None and worker not in event.views:
+                        event.views[worker] = worker.rows.narrow(event.value)
+                    self._resume(worker)
+                elif event.skippers:
+                    self._settle_skips(event)
+                else:
+                    break
+                event.settle()
+                if self.failure is not None:
+                    break
+        finally:
+            self.event = None
+        if self.failure is not None:
+            assert self.unwind is not None
+            raise self.unwind
+        return event
+
+    def _settle_skips(self, event: Event) -> None:
+        """Let the blocks go on that skip the module for their rows, if together they skip it for all."""
+        skippers, event.skippers = event.skippers, []
+        whole = any(worker.rows is None for worker, _ in event.skips)
+        others = [
+            worker
+            for worker in self.workers
+            if worker.rows is not None and all(worker is not skipper for skipper, _ in event.skips)
+        ]
+        if others and not whole:
+            event.skips.clear()
+        for worker in skippers:
+            if others and not whole:
+                worker.thrown = ValueError(
+                    f"{worker.waits} was skipped for some rows of the batch only; a module runs for all rows or "
+                    f"for none, and {len(others)} block(s) did not skip it"
+                )
+            self._resume(worker)
+
+    def _skipped(self, skips: list[tuple[Worker, Any]]) -> Any:
+        for worker, value in skips:
+            if worker.rows is None:
+                return value
+        skips.sort(key=lambda skip: self.workers.index(skip[0]))
+        rows = skips[0][0].rows
+        assert rows is not None
+        return rows.gather([value for _, value in skips])
+
+    def _resume(self, worker: Worker, start: Callable[[], None] | None = None) -> None:
+        """Let a block run until it waits for something or ends."""
+        give = start or worker.baton.give
+        try:
+            give()
+            self.baton.take()
+        except BaseException as interruption:  # Ctrl-C while the block had the baton
+            worker.interrupt(type(interruption))
+            if not self.baton.take(_PATIENCE):
+                warnings.warn("a traced block goes on after an interruption", stacklevel=2)
+            worker.error = None
+            raise
+        if worker.error is not None:
+            failure, worker.error = worker.error, None
+            if self.failure is None:
+                self.failure = failure
+                self.unwind = Unwind()
+                self.attentive = True
+            del failure
+        elif worker.alive and worker.waits_for is not None:
+            for place in worker.waits_for:
+                self.waiting.setdefault(place, []).append(worker)
+                self.wanted[place[0]] = self.wanted.get(place[0], 0) + 1
+
+    def _forget(self, worker: Worker) -> None:
+        for place in worker.waits_for or ():
+            waiting = self.waiting[place]
+            waiting.remove(worker)
+            if not waiting:
+                del self.waiting[place]
+            if self.wanted[place[0]] == 1:
+                del self.wanted[place[0]]
+            else:
+                self.wanted[place[0]] -= 1
+
+    def _go_on(self) -> None:
+        """Run the blocks that wait for nothing any more; leave the model if one of them said so."""
+        while self.ready and self.failure is None:
+            self._resume(self.ready.popleft())
+        if self.unwind is not None:
+            raise self.unwind
+
+    def _end_loops(self) -> None:
+        """Tell the loops that wait for another step that there is none."""
+        for worker in self.workers:
+            if worker.alive and isinstance(worker.waits, Step):
+                self._forget(worker)
+                worker.waits.reached = False
+                self._resume(worker)
+                while self.ready and self.failure is None:
+                    self._resume(self.ready.popleft())
+                if self.failure is not None:
+                    return
+
+    def _unreached(self) -> None:
+        """Tell the blocks that still wait that what they wait for will not come."""
+        for worker in self.workers:
+            if not worker.alive:
+                continue
+            if self.stopper is not None:
+                return  # stopping ends every block, and is no error
+            self._forget(worker)
+            worker.thrown = self._explain(worker)
+            self._resume(worker)
+            if self.failure is not None:
+                return
+
+    def _explain(self, worker: Worker) -> Exception:
+        if worker.waits_for is None:
+            return ValueError(str(worker.waits))
+        return self._missed(worker.waits_for[0], worker.waits)
+
+    def _cancel(self) -> None:
+        self.cancelled = True
+        for worker in self.workers:
+            tries = 0
+            while worker.alive:
+                worker.waits_for = None
+                worker.thrown = Cancelled()
+                worker.baton.give()
+                tries += 1
+                if tries > 100 or not self.baton.take(_PATIENCE):
+                    break
+            if worker.error is not None:
+                error, worker.error = worker.error, None
+                warnings.warn(f"a traced block raised {error!r} while it was being ended", stacklevel=2)
+                del error
+
+    def _release(self) -> None:
+        ended = [worker.close() for worker in self.workers]
+        if all(ended):
+            self.baton.close()  # else a thread that was left behind might give it, to whatever came after
+        self.workers, self.observers = [], []
+        self.waiting.clear()
+        self.ready.clear()
+        self.event = self.stopper = self.unwind = None  # whose traceback leads back here
+
+    # On a block's thread.
+
+    def check(self, worker: Worker, place: Place, name: str) -> None:
+        """Raise unless ``place`` can still be reached."""
+        module, kind, number = place
+        if self.cancelled or (self.over and self.stopper not in (None, worker)):
+            raise Cancelled
+        if module != RESULT and module not in self.begun:
+            raise ValueError(f"{name} belongs to no module of the model that is being traced")
+        if self.over or (self.finished and module != RESULT):
+            raise self._missed(place, name)
+        if module != RESULT and number < (self.begun if kind == ENTRY else self.ended)[module]:
+            raise self._missed(place, name)
+
+    def around(self, place: Place) -> tuple[int, ...]:
+        """The module of ``place``, and those running around it that have been visited as often."""
+        inside = [each for each, begun in self.begun.items() if begun == place[2] + 1 > self.ended[each]]
+        return (*inside, place[0])
+
+    def another(self, worker: Worker, modules: tuple[int, ...], step: int, name: str) -> bool:
+        """Wait for visit number ``step`` of any of ``modules``; whether there is one."""
+        if any(step < self.begun[module] for module in modules):
+            return True
+        if self.finished or self.over:
+            return False
+        question = Step(name)
+        worker.park(tuple((module, ENTRY, step) for module in dict.fromkeys(modules)), question)
+        return question.reached
+
+    def observe(self, observer: Observer) -> None:
+        """Show ``observer`` every visit from now on."""
+        self.observers.append(observer)
+        self.attentive = True
+
+    def stop(self, worker: Worker) -> None:
+        """Leave the model as soon as everybody at this location is served."""
+        self.stopper = worker
+        self.unwind = Unwind()
+        self.attentive = True
+        self.over = True
+
+    def release(self, workers: list[Worker]) -> None:
+        """Let blocks that wait for no place go on, in their order, when this one waits."""
+        self.ready.extend(sorted(workers, key=self.workers.index))
+
+    def _missed(self, place: Place, name: str) -> OutOfOrderError:
+        module, _, number = place
+        visits = self.begun.get(module, 0)
+        which = f"{name} (visit {number})" if number else name
+        last = "no module was reached"
+        if self.last:
+            where = self.name_of(abs(self.last), ENTRY if self.last > 0 else OUTPUT)
+            last = f"the last location reached is {where}"
+        if self.stopper is not None:
+            return OutOfOrderError(f"{which} was asked for after tracer.stop(): {last}")
+        if module == RESULT:
+            return OutOfOrderError(f"{which} was asked for, but the traced call has not returned: {last}")
+        if number < visits:
+            hint = "ask for locations in the order in which the model reaches them, and keep what you read"
+            more = (
+                f"; it has been visited {visits} times, `tracer.iter[n]` selects a visit"
+                if visits > 1
+                else ""
+            )
+            return OutOfOrderError(f"{which} was asked for after the run had passed it: {last}; {hint}{more}")
+        reached = f"its module was visited {visits} times" if visits else "its module was never called"
+        return OutOfOrderError(f"{which} was not reached: {reached}; {last}")
+
+
+class Step:
+    """A loop's question whether there is another step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reached = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _arose_from(error: BaseException, signal: BaseException) -> bool:
+    link: BaseException | None = error
+    while link is not None and link is not signal:
+        link = link.__cause__ or link.__context__
+    return link is signal
