@@ -13,10 +13,14 @@ HERE = Path(__file__).parent.parent / "recipes" / "recipe"
 
 
 def test_every_file_of_the_repository_is_a_recipe() -> None:
-    assert set(catalog.recipes()) == {file.stem for file in HERE.glob("*.yaml")} >= {
-        "digits",
-        "sentence-embeddings",
-    }
+    assert (
+        set(catalog.recipes())
+        == {file.stem for file in HERE.glob("*.yaml")}
+        >= {
+            "digits",
+            "sentence-embeddings",
+        }
+    )
 
 
 def test_a_users_folder_adds_and_replaces(tmp_path: Path) -> None:

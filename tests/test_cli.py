@@ -70,7 +70,10 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str], code: int)
         (["recipes", "shwo"], "There is no 'recipes shwo'. Did you mean show?"),
         (["recipes", "show"], "Write: recipes list, recipes show NAME"),
         (["recipes", "show", "digit"], "There is no recipe 'digit'. Did you mean digits?"),
-        (["trainer.max_step=3"], "This recipe has no option 'trainer.max_step'. Did you mean trainer.max_steps"),
+        (
+            ["trainer.max_step=3"],
+            "This recipe has no option 'trainer.max_step'. Did you mean trainer.max_steps",
+        ),
         (["data.labls=3"], "This recipe has no option 'data.labls'. Did you mean data.labels"),
         (["student.zzz=3"], "no option 'student.zzz'. Did you mean student, student.lr, student.widths?"),
         (["trainer=tpu"], "Could not find 'trainer/tpu'"),
@@ -80,7 +83,10 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str], code: int)
         (["pairs.0.teacher='outputs[a|b]'"], "selects 2 of the teacher's activations"),
         (["seeds=3"], "'seeds' must be different whole numbers"),
         (["+sutdent.x=3"], "'sutdent', which nothing reads. Did you mean student?"),
-        (["explain", "pairs.0.teacher='outputs[erly]'"], "no module named 'erly': the nearest names are 'early'"),
+        (
+            ["explain", "pairs.0.teacher='outputs[erly]'"],
+            "no module named 'erly': the nearest names are 'early'",
+        ),
         (["explain", "teacher.module._target_=softs_lightning.recipes.digits.Nobody"], "Nobody"),
         (["explain", "+teacher.module.depth=3"], "unexpected keyword argument 'depth'"),
     ],
@@ -114,7 +120,9 @@ def test_the_traceback_can_be_asked_for() -> None:
 def test_help_names_every_command_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("explain", "recipes", "--config-dir", "digits", "sentence-embeddings"))
+    assert all(
+        word in out for word in ("explain", "recipes", "--config-dir", "digits", "sentence-embeddings")
+    )
 
 
 def test_show_prints_what_copy_writes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +137,16 @@ def test_show_prints_what_copy_writes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_explain_prints_and_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "pairs.0.teacher='outputs[head.1|head.4]'", "pairs.0.student='outputs[network.6|network]'"]) == 0
+    assert (
+        main(
+            [
+                "explain",
+                "pairs.0.teacher='outputs[head.1|head.4]'",
+                "pairs.0.student='outputs[network.6|network]'",
+            ]
+        )
+        == 0
+    )
     out = capfd.readouterr().out
     assert "teacher  outputs[head.1]" in out
     assert "student  outputs[network.6]" in out
@@ -177,7 +194,12 @@ def test_a_sweep_over_processes_is_refused(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_teacher_no_better_than_the_student_fails_loudly(capfd: pytest.CaptureFixture[str]) -> None:
-    few = ["teacher.data.labels=10", "teacher.data.passes=1", "teacher.data.batch_size=1000", "data.labels=null"]
+    few = [
+        "teacher.data.labels=10",
+        "teacher.data.passes=1",
+        "teacher.data.batch_size=1000",
+        "data.labels=null",
+    ]
     quick = ["seeds=[0]", "data.passes=5", "trainer.enable_progress_bar=false"]
     quiet = ["+teacher.trainer.enable_progress_bar=false"]
     assert main([*few, *quick, *quiet]) == 1

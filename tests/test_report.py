@@ -83,7 +83,12 @@ def curves(tmp_path: Path) -> Curves:
         for seed in (0, 1):
             folder = tmp_path / arm / str(seed)
             folder.mkdir(parents=True)
-            rows = ["epoch,step,train_loss,val_accuracy", "0,9,0.5,", f"0,9,,{base + seed}", f"0,19,,{base + 2 * seed}"]
+            rows = [
+                "epoch,step,train_loss,val_accuracy",
+                "0,9,0.5,",
+                f"0,9,,{base + seed}",
+                f"0,19,,{base + 2 * seed}",
+            ]
             (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
     return read_curves(tmp_path)
 

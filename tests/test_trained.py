@@ -62,7 +62,9 @@ TRAINER = {
 }
 
 
-def teacher(folder: Path, *, net: Any = None, data: Any = None, trainer: Any = None, **other: Any) -> TrainedTeacher:
+def teacher(
+    folder: Path, *, net: Any = None, data: Any = None, trainer: Any = None, **other: Any
+) -> TrainedTeacher:
     return TrainedTeacher(
         {"_target_": f"{__name__}.Net", **(net or {})},
         {"_target_": f"{__name__}.Data", **(data or {})},

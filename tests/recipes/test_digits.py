@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,9 @@ def test_the_export_holds_the_student_and_nothing_else(
     folder, _ = run
     checkpoint = torch.load(folder / "student.ckpt", weights_only=True)
     expected = DigitsStudent().state_dict()
-    assert {k: v.shape for k, v in checkpoint["state_dict"].items()} == {k: v.shape for k, v in expected.items()}
+    assert {k: v.shape for k, v in checkpoint["state_dict"].items()} == {
+        k: v.shape for k, v in expected.items()
+    }
     assert not checkpoint.get("callbacks")
     assert "optimizer_states" not in checkpoint
 
@@ -97,7 +98,11 @@ def test_files_are_there_and_the_metrics_agree_with_the_logs(
     with (folder / "metrics.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     logged = {(row["student"], row["metric"]) for row in rows}
-    assert {("alone", "val_accuracy"), ("distilled", "val_accuracy"), ("distilled", "distill/scores")} <= logged
+    assert {
+        ("alone", "val_accuracy"),
+        ("distilled", "val_accuracy"),
+        ("distilled", "distill/scores"),
+    } <= logged
     assert ("alone", "distill/scores") not in logged
     with (folder / "logs" / "distilled" / "1" / "metrics.csv").open(newline="") as lines:
         log = [(row["step"], row["val_accuracy"]) for row in csv.DictReader(lines) if row["val_accuracy"]]
@@ -121,7 +126,7 @@ def test_the_teacher_is_trained_once_and_then_read(
     score = accuracy(teacher.eval(), data=Digits(), teacher=teacher)
     assert score > 98
     again = softs_distill(
-        "seeds=[0]", "data.passes=2", "+trainer.enable_progress_bar=false", folder=tmp_path, cache=cache
+        "seeds=[0]", "data.passes=2", "trainer.enable_progress_bar=false", folder=tmp_path, cache=cache
     )
     assert again.returncode == 0, again.stderr
     assert "Training the teacher" not in again.stdout
@@ -143,7 +148,12 @@ def test_two_processes_write_one_run_and_speak_once(cache: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     folder = run_folder(tmp_path, "digits")
     assert (folder / "train_ddp_process_1.log").exists()  # the second process was there
-    for once in ("student alone, seed 0", "student distilled, seed 0", "parameters", "Report, student, curves"):
+    for once in (
+        "student alone, seed 0",
+        "student distilled, seed 0",
+        "parameters",
+        "Report, student, curves",
+    ):
         assert done.stdout.count(once) == 1
     assert [file.relative_to(tmp_path).parts[:2] for file in tmp_path.rglob("student.ckpt")] == [
         ("outputs", "digits")
@@ -157,7 +167,11 @@ def test_two_processes_write_one_run_and_speak_once(cache: Path, tmp_path: Path)
 
 def test_the_parts_of_the_data_are_disjoint_and_complete() -> None:
     data = Digits(labels=50, seed=3)
-    rows = [tuple(image.flatten().tolist()) for part in (data.train, data.validation, data.test) for image in part.image]
+    rows = [
+        tuple(image.flatten().tolist())
+        for part in (data.train, data.validation, data.test)
+        for image in part.image
+    ]
     pixels, _ = load_digits(return_X_y=True)
     assert sorted(rows) == sorted(tuple((row / 16).tolist()) for row in pixels.astype("float32"))
     assert [len(part) for part in (data.train, data.validation, data.test)] == [1000, 200, 597]

@@ -123,12 +123,17 @@ def test_an_own_recipe_runs_and_its_student_needs_no_plugin(mine: Path) -> None:
         timeout=120,
         check=True,
     )
-    assert loaded.stdout.strip() == "['body.bias', 'body.weight', 'head.bias', 'head.weight'] ['softs_lightning']"
+    assert (
+        loaded.stdout.strip()
+        == "['body.bias', 'body.weight', 'head.bias', 'head.weight'] ['softs_lightning']"
+    )
 
 
 def test_an_own_mistake_keeps_its_traceback(mine: Path) -> None:
     file = mine / "modules" / "mine.py"
-    file.write_text(file.read_text().replace("def train_dataloader(self):", "def train_dataloader(self):\n        1 / 0"))
+    file.write_text(
+        file.read_text().replace("def train_dataloader(self):", "def train_dataloader(self):\n        1 / 0")
+    )
     done = softs_distill(
         "--config-dir", "configs", "recipe=own", folder=mine, cache=mine / "cache", path=mine / "modules"
     )
@@ -144,7 +149,11 @@ def app(folder: Path, config: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "app.py", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder / "modules"), "SOFTS_LIGHTNING_CACHE": str(folder / "cache")},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder / "modules"),
+            "SOFTS_LIGHTNING_CACHE": str(folder / "cache"),
+        },
         capture_output=True,
         text=True,
         timeout=200,
@@ -155,7 +164,11 @@ def app(folder: Path, config: str, *arguments: str) -> str:
 
 
 def test_the_groups_work_inside_another_hydra_app(mine: Path) -> None:
-    own = RECIPE.replace("# @package _global_\n", "").replace("/callbacks", "callbacks").replace("/trainer", "trainer")
+    own = (
+        RECIPE.replace("# @package _global_\n", "")
+        .replace("/callbacks", "callbacks")
+        .replace("/trainer", "trainer")
+    )
     config = f"{own}\nhydra: {{searchpath: ['pkg://softs_lightning.conf']}}\n"
     printed = app(mine, config, "trainer.max_epochs=3")
     assert "logged ['distill/body', 'distill/total'] steps 12" in printed

@@ -39,7 +39,8 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
     alone, distilled = scores((folder / "report.md").read_text())[0]
     assert -1 <= alone < 1
     student = recipe.SentenceEncoder.load_from_checkpoint(folder / "student.ckpt", weights_only=True)
-    score = recipe.agreement(student.cpu().eval(), data=recipe.Prose(), teacher=recipe.minilm().eval())
+    data = recipe.Prose(max_length=24)  # as the recipe says
+    score = recipe.agreement(student.cpu().eval(), data=data, teacher=recipe.minilm().eval())
     assert round(score, 3) == distilled
 
 
@@ -52,7 +53,9 @@ def test_agreement_is_the_rank_correlation_of_similarities(
     def similarities(model: torch.nn.Module) -> torch.Tensor:
         vectors = []
         for sentence in sorted(data.test[: recipe.JUDGED], key=len)[:40]:
-            encoded = data.tokenizer(sentence, truncation=True, max_length=data.max_length, return_tensors="pt")
+            encoded = data.tokenizer(
+                sentence, truncation=True, max_length=data.max_length, return_tensors="pt"
+            )
             with torch.no_grad():
                 hidden = model(encoded["input_ids"], encoded["attention_mask"]).last_hidden_state[0]
             vectors.append(hidden.double().mean(dim=0))
