@@ -78,7 +78,9 @@ def _drawn(sentence: str) -> int:
 
 
 class Prose(L.LightningDataModule):
-    """Batches of tokenised sentences; 10 % of them are kept for validation and 20 % for the judge.
+    """Batches of tokenised sentences.
+
+    10 % of all are kept to choose settings with (`validation`), 20 % for the judge (`test`).
 
     Args:
         batch_size: sentences in a batch.
@@ -116,9 +118,6 @@ class Prose(L.LightningDataModule):
             collate_fn=self.encode,
         )
 
-    def val_dataloader(self) -> DataLoader[str]:
-        return DataLoader(self.validation, batch_size=self.batch_size, collate_fn=self.encode)  # type: ignore[arg-type]
-
 
 class SentenceEncoder(L.LightningModule):
     """Some of MiniLM's layers, trained by unsupervised SimCSE (Gao et al., 2021).
@@ -150,9 +149,6 @@ class SentenceEncoder(L.LightningModule):
         loss = self.contrast(batch)
         self.log("train_loss", loss)
         return loss
-
-    def validation_step(self, batch: BatchEncoding, batch_idx: int) -> None:
-        self.log("val_loss", self.contrast(batch), prog_bar=True, sync_dist=True)
 
     def contrast(self, batch: BatchEncoding) -> Tensor:
         once, again = (embed(self, batch) for _ in range(2))

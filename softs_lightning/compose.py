@@ -66,13 +66,15 @@ def wants_traceback() -> bool:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether this package (or Lightning, of a configuration) raised it: then the message says all."""
+    """Whether this package, or Lightning of a setting, raised it: then the message says all."""
     if type(error).__name__ == "MisconfigurationException":
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    if raised_in.startswith("lightning.") and type(error) is ValueError:
+        return True
     ours = raised_in.startswith("softs_lightning.") and not raised_in.startswith("softs_lightning.recipes.")
     return ours and not isinstance(error, AssertionError)
 

@@ -87,9 +87,9 @@ def check(recipe: DictConfig) -> None:
     Raises:
         Refusal: with what was said, where, and what could stand there.
 
-    >>> check(OmegaConf.create({"seeds": [0], "tracher": None}))
+    >>> check(OmegaConf.create({"seeds": [0], "studnet": None}))
     Traceback (most recent call last):
-    softs_lightning.config.Refusal: The recipe has a node 'tracher', which nothing reads. Did you mean teacher?
+    softs_lightning.config.Refusal: The recipe has a node 'studnet', which nothing reads. Did you mean student?
     """
     for key in recipe:
         if key not in SECTIONS:

@@ -7,7 +7,6 @@ first one prints and writes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -20,8 +19,9 @@ from torch import nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import Failure, Refusal, build
-from softs_lightning.explain import examine, parameters
+from softs_lightning.explain import build_callbacks, examine, parameters
 from softs_lightning.report import ALONE, DISTILLED, Result, Stop, draw_curves, read_curves, write_metrics
+from softs_lightning.teacher import Teacher
 
 __all__ = ["run_recipe"]
 
@@ -33,11 +33,15 @@ FILES = {
     "logs/": "what Lightning wrote for each student",
 }
 
-Score = Callable[[nn.Module], float]
 
-
-def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool) -> Result:
+def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = False) -> Result:
     """Run a checked recipe and write what came of it to `directory`.
+
+    Args:
+        recipe: as composed by Hydra and passed by `softs_lightning.config.check`.
+        name: what the report calls it.
+        directory: the run's own folder.
+        sweep: whether this is one of several runs of one command.
 
     Raises:
         Refusal: before any training, when the recipe cannot work.
@@ -48,16 +52,18 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool) -
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     seen = examine(recipe)
-    teacher = build(recipe.teacher, "teacher")
-    teacher = teacher if isinstance(teacher, nn.Module) else teacher()
-    teacher.eval()
+    teacher = _teacher(recipe)
+    seeds = tuple(recipe.seeds)
 
     def scores(arm: str) -> tuple[float, ...]:
-        return tuple(
-            _score(recipe, _train(recipe, seed, arm, directory), teacher, seed) for seed in recipe.seeds
-        )
+        found = []
+        for number, seed in enumerate(seeds, start=1 if arm == ALONE else 1 + len(seeds)):
+            _say(f"student {arm}, seed {seed} ({number} of {2 * len(seeds)})")
+            student, data = _train(recipe, seed, arm, directory)
+            found.append(_score(recipe, student, data, teacher))
+        return tuple(found)
 
-    ceiling = _score(recipe, teacher, teacher, recipe.seeds[0])
+    ceiling = _score(recipe, teacher, build(recipe.data, "data"), teacher)
     _say(f"teacher: {recipe.judge.name} {ceiling:.4g}")
     alone = scores(ALONE)
     _refuse_poor_teacher(recipe, ceiling, alone)
@@ -67,7 +73,7 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool) -
         recipe=name,
         judge=recipe.judge.name,
         unit=recipe.judge.get("unit") or "",
-        seeds=tuple(recipe.seeds),
+        seeds=seeds,
         teacher=ceiling,
         alone=alone,
         distilled=distilled,
@@ -93,34 +99,39 @@ def _refuse_processes(recipe: DictConfig) -> None:
         )
 
 
-def _train(recipe: DictConfig, seed: int, arm: str, directory: Path) -> L.LightningModule:
-    """The student after training, alone or distilled. Same seed, same first weights, same batches."""
+def _teacher(recipe: DictConfig) -> nn.Module:
+    """The teacher's module, whichever way the recipe gives it."""
+    made = build(recipe.teacher, "teacher")
+    given = made if isinstance(made, Teacher) else Teacher(made)
+    return given.build().eval()
+
+
+def _train(
+    recipe: DictConfig, seed: int, arm: str, directory: Path
+) -> tuple[L.LightningModule, L.LightningDataModule]:
+    """The student after training, and its data. The same seed gives both arms the same weights and batches."""
     recipe = recipe.copy()
     OmegaConf.update(recipe, "seed", seed)
-    total = 2 * len(recipe.seeds)
-    number = list(recipe.seeds).index(seed) + 1 + (arm == DISTILLED) * len(recipe.seeds)
-    _say(f"student {arm}, seed {seed} ({number} of {total})")
     L.seed_everything(seed, verbose=False)
     student: L.LightningModule = build(recipe.student, "student")
-    callbacks = [
-        build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None
-    ]
+    data: L.LightningDataModule = build(recipe.data, "data")
+    callbacks = build_callbacks(recipe)
     if arm == ALONE:
         callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
     logger = CSVLogger(directory / "logs", name=arm, version=str(seed))
     trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, logger=logger)
-    trainer.fit(student, datamodule=build(recipe.data, "data"))
+    trainer.fit(student, datamodule=data)
     if arm == DISTILLED and seed == recipe.seeds[0]:
         trainer.save_checkpoint(directory / "student.ckpt", weights_only=True)
-    return student
+    return student, data
 
 
-def _score(recipe: DictConfig, model: nn.Module, teacher: nn.Module, seed: int) -> float:
-    recipe = recipe.copy()
-    OmegaConf.update(recipe, "seed", seed)
+def _score(recipe: DictConfig, model: nn.Module, data: L.LightningDataModule, teacher: nn.Module) -> float:
+    """What the judge makes of `model`; `data.setup("test")` has been called."""
+    data.prepare_data()
+    data.setup("test")
     score = build(recipe.judge.score, "judge.score")
-    model.eval()
-    return float(score(model, data=build(recipe.data, "data"), teacher=teacher))
+    return float(score(model.eval(), data=data, teacher=teacher))
 
 
 def _refuse_poor_teacher(recipe: DictConfig, teacher: float, alone: tuple[float, ...]) -> None:

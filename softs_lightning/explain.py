@@ -22,7 +22,7 @@ from softs_lightning.selectors import resolve_module, resolve_spec
 from softs_lightning.teacher import Cost
 from softs_lightning.trained import TrainedTeacher
 
-__all__ = ["Examination", "Plan", "Selected", "examine", "explain_recipe", "parameters"]
+__all__ = ["Examination", "Plan", "Selected", "build_callbacks", "examine", "explain_recipe", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,17 @@ def examine(recipe: DictConfig) -> Examination:
     """
     batch = _batch(recipe)
     student: L.LightningModule = build(recipe.student, "student")
-    callbacks = [
-        build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None
-    ]
+    callbacks = build_callbacks(recipe)
     distilling = [callback for callback in callbacks if isinstance(callback, DistillationCallback)]
     if not distilling:
         raise Refusal("None of the recipe's callbacks distils; callbacks=distill adds the one that does.")
     plans = tuple(_plan(callback, student, batch) for callback in distilling)
     return Examination(type(student).__name__, parameters(student), plans)
+
+
+def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
+    """The recipe's callbacks, those set to null left out."""
+    return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
 
 
 def _batch(recipe: DictConfig) -> Any:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,11 +20,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import strip_wrappers
-from softs_lightning.transfer import transfer_to_device
+from softs_lightning.transfer import map_tensors, transfer_to_device
 
-__all__ = ["Cost", "Teacher", "feed"]
+__all__ = ["Cost", "Teacher"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Teacher:
             called only when a fit begins, so that validating, testing and predicting never load the teacher.
         inputs: ``inputs(batch)`` gives what the teacher is called with: a mapping is passed by
             keyword, a tuple by position, anything else as the only argument. Without it the batch
-            is fed by the teacher's own signature, see :func:`feed`.
+            is fed by the teacher's own signature, see :func:`softs_lightning.feeding.feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
         program: a function of an :class:`softs_lightning.tracing.Envoy` (and, if it takes two arguments,
@@ -62,6 +63,8 @@ class Teacher:
             what it saves by ``save(value, "name")`` or returns in a mapping, pairs name as
             ``saved[name]``. It decides where the forward stops, with ``tracer.stop()``.
         method: the method that the program's trace calls in place of the forward, such as ``"generate"``.
+        dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
+            and outside autocast, whatever the precision of the training is.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -84,6 +87,7 @@ class Teacher:
         copy: bool = False,
         program: Callable[..., Any] | None = None,
         method: str | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
@@ -101,9 +105,11 @@ class Teacher:
         self.copy = copy
         self.program = program
         self.method = method
+        self.dtype = _floating(dtype)
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
+        self._takes: Takes | None = None
         self._give_back: Callable[[], None] | None = None
 
     def build(self) -> nn.Module:
@@ -137,6 +143,8 @@ class Teacher:
             ValueError: when teacher and student share parameters.
         """
         self.release()
+        if self.dtype is not None:
+            convert = partial(_to_dtype, dtype=self.dtype)
         module = self.build()
         if student is not None:
             _refuse_shared(module, student)
@@ -165,8 +173,13 @@ class Teacher:
             self._catcher.detach_hooks()
         if self._give_back is not None:
             self._give_back()
-        self.module = self._catcher = self._give_back = None
+        self.module = self._catcher = self._give_back = self._takes = None
         self._modules = []
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its products end up; ``None`` for where it happens to run."""
+        return self._require()[1].device
 
     def check(self, spec: ProductSpec) -> None:
         """Raise ``KeyError`` for a name that is not in the teacher, ``ValueError`` for what only a program saves.
@@ -196,7 +209,7 @@ class Teacher:
             return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
         with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
-            catcher.run(*args, **kwargs)
+            self._in_own_dtype(catcher.run, args, kwargs)
         return buffer
 
     def _supply_by_program(
@@ -206,12 +219,13 @@ class Teacher:
 
         module, catcher = self._require()
         hooked = replace(spec, saved=())
+        run = partial(Envoy(module, name="teacher").run, program, method=self.method)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             buffer = Capture(spec, {})
             if hooked:
                 buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
-            saved = Envoy(module, name="teacher").run(program, *args, method=self.method, **kwargs)
+            saved = self._in_own_dtype(run, args, kwargs)
         buffer.spec = spec
         for item in spec.saved:
             if item.name not in saved:
@@ -223,11 +237,27 @@ class Teacher:
             buffer.setdefault(item.name, {})["saved"] = [kept]
         return buffer
 
+    def _in_own_dtype(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return run(*args, **kwargs)
+        args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        device = self._require()[1].device
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # "true" precisions of the student change it
+        try:
+            with torch.autocast("cpu" if device is None else device.type, enabled=False):
+                return run(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
+
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
         module = self._require()[0]
         if self.inputs is None:
-            return feed(module, batch)
+            if self._takes is None and not isinstance(batch, torch.Tensor):
+                self._takes = Takes.of(module)
+            return feed(module, batch, self._takes)
         given = self.inputs(batch)
         if isinstance(given, Mapping):
             return (), dict(given)
@@ -251,57 +281,17 @@ class Teacher:
         return self.module, self._catcher
 
 
-def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Choose what of a batch a model is called with, by the signature of its forward.
-
-    A mapping gives the keys that ``forward`` takes by name, never ``labels``; a tuple or list gives
-    its first element (which may be a mapping in turn); anything else is the only argument.
-
-    Returns:
-        (args, kwargs) for the call.
-
-    Raises:
-        TypeError: when a required argument is not in the batch, or none of its keys is an argument.
-
-    >>> class Net(nn.Module):
-    ...     def forward(self, x, scale=1.0): return x * scale
-    >>> feed(Net(), {"x": 2, "labels": 1, "other": 0})
-    ((), {'x': 2})
-    >>> feed(Net(), [2, 1])
-    ((2,), {})
-    """
-    if isinstance(batch, (tuple, list)):
-        if not batch:
-            raise TypeError("the batch is empty: the teacher cannot be called")
-        return feed(module, batch[0]) if isinstance(batch[0], Mapping) else ((batch[0],), {})
-    if not isinstance(batch, Mapping):
-        return (batch,), {}
-    inner = unwrap(module)
-    name = type(inner).__name__
-    keys = ", ".join(map(repr, batch)) or "no keys"
-    way_out = "pass teacher_inputs=lambda batch: ... to say what the teacher is called with"
-    parameters = inspect.signature(inner.forward).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kwargs = {p.name: batch[p.name] for p in named if p.name in batch and p.name != "labels"}
-    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
-    if missing:
-        raise TypeError(
-            f"{name}.forward requires {', '.join(map(repr, missing))}, but the batch has {keys}: {way_out}"
+def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"the teacher's dtype must be a floating point type such as 'bfloat16', got {dtype!r}"
         )
-    if not kwargs:
-        takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
-        raise TypeError(
-            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
-        )
-    return (), kwargs
+    return found
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside wrappers such as ``torch.compile``'s and ``DistributedDataParallel``."""
-    for path, inner in module.named_modules():
-        if path and not strip_wrappers(path):
-            module = inner
-    return module
+def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return module.to(dtype)
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:

@@ -71,11 +71,13 @@ class TrainedTeacher:
 
     def __call__(self) -> L.LightningModule:
         """The trained teacher."""
-        data = build(self.data, "teacher.data")
-        file = self.folder / f"{self._key(data)}.pt"
-        if not file.exists():
-            self._train(data, file)
-        teacher = self.untrained()
+        # Whether the teacher was there or not must not show in what is drawn after it.
+        with torch.random.fork_rng(devices=()):
+            data = build(self.data, "teacher.data")
+            file = self.folder / f"{self._key(data)}.pt"
+            if not file.exists():
+                self._train(data, file)
+            teacher = self.untrained()
         teacher.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return teacher.eval()
 
@@ -101,19 +103,18 @@ class TrainedTeacher:
 
     def _train(self, data: L.LightningDataModule, file: Path) -> None:
         log.info("Training the teacher, once: it will be kept in %s", file)
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(self.seed)
-            teacher = self.untrained()
-            trainer: L.Trainer = build(
-                self.trainer,
-                "teacher.trainer",
-                logger=False,
-                enable_checkpointing=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(teacher, data)
-            if not trainer.state.finished:
-                raise RuntimeError("the teacher's training was stopped, so it was not kept")
+        torch.manual_seed(self.seed)
+        teacher = self.untrained()
+        trainer: L.Trainer = build(
+            self.trainer,
+            "teacher.trainer",
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(teacher, data)
+        if not trainer.state.finished:
+            raise RuntimeError("the teacher's training was stopped, so it was not kept")
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed: nobody ever reads half a teacher.
         handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")

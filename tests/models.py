@@ -128,19 +128,6 @@ def tokens(rows: int = 3, length: int = 7) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class _MLPStart(nn.Module):
-    """The first layers of an MLP, written again."""
-
-    def __init__(self, layers: Any) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias))
-        return x
-
-
 class _Start(nn.Module):
     """The stem of a ResNet and some of its blocks."""
 
@@ -153,7 +140,8 @@ class _Start(nn.Module):
 
 
 def _mlp_cut(model: Any, k: int) -> Any:
-    return _MLPStart(model.layers[:k])
+    model.layers, model.head = model.layers[:k], nn.Identity()
+    return model
 
 
 def _resnet_cut(model: Any, k: int) -> Any:

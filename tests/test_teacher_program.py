@@ -13,7 +13,6 @@ from softs_lightning import DistillationCallback, Pair, ProductSpec, Teacher
 from softs_lightning.tracing import save
 from tests.training import Student, loader, make_student, make_teacher, trainer
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 
 
