@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 __all__ = ["Item", "Kind", "ProductSpec", "describe", "parse_io_spec", "take"]
@@ -136,8 +137,7 @@ class ProductSpec:
         """Parse a product_id; a spec is returned as it is. Raises ``ValueError`` as :func:`parse_io_spec`."""
         if isinstance(product_id, ProductSpec):
             return product_id
-        inputs, outputs = parse_io_spec(product_id)
-        return cls(tuple(map(Item.parse, inputs)), tuple(map(Item.parse, outputs)))
+        return _parse(product_id) if isinstance(product_id, str) else _parse.__wrapped__(product_id)
 
     @classmethod
     def union(cls, specs: Iterable[ProductSpec]) -> ProductSpec:
@@ -160,6 +160,12 @@ class ProductSpec:
     def __str__(self) -> str:
         sections = {"inputs": self.inputs, "outputs": self.outputs}
         return "|".join(f"{kind}[{'|'.join(map(str, items))}]" for kind, items in sections.items() if items)
+
+
+@lru_cache(maxsize=256)  # a session is armed from the same few product_ids at every step
+def _parse(product_id: str) -> ProductSpec:
+    inputs, outputs = parse_io_spec(product_id)
+    return ProductSpec(tuple(map(Item.parse, inputs)), tuple(map(Item.parse, outputs)))
 
 
 def take(value: Any, pick: Sequence[int | str]) -> Any:
