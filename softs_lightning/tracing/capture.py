@@ -237,6 +237,7 @@ class Capturing:
         except BaseException as raised:
             # Without this the user's own error would seem to come from handling the signal.
             without_context(raised, error)
+            raised.__traceback__ = own_frames_removed(raised.__traceback__)
             raise
         finally:
             if not self._keeps:

@@ -226,7 +226,7 @@ class Run:
             self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
             worker.interrupt(type(interruption))
-            if not self.baton.take(PATIENCE):
+            if worker.thread is not None and not self.baton.take(PATIENCE):
                 warnings.warn("a traced block goes on after an interruption", stacklevel=2)
             worker.error = None
             raise
