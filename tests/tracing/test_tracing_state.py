@@ -91,6 +91,16 @@ def test_the_state_of_the_caller_holds_in_the_block_and_stays(model, context):
     assert late == before
 
 
+def test_an_autocast_dtype_that_is_set_but_not_used_yet_holds_in_the_block(model, x):
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        with model.trace(x):
+            inside = save(torch.get_autocast_dtype("cpu"))
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert inside is torch.float16
+
+
 def test_global_defaults_hold_in_the_block(model, net):
     net.double()
     torch.set_default_dtype(torch.float64)
