@@ -348,13 +348,15 @@ class ScanningTracer(InterleavingTracer):
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            return mode.from_tensor(tensor.to("meta") if meta else tensor, static_shapes=True)
+            if meta and not tensor.is_meta:
+                moved = tensor.detach().to("meta")
+                tensor = (
+                    nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                )
+            return mode.from_tensor(tensor, static_shapes=True)
 
         def faked(state: dict[str, Any]) -> dict[str, Any]:
-            return {
-                name: None if each is None else mode.from_tensor(each, static_shapes=True)
-                for name, each in state.items()
-            }
+            return {name: None if each is None else fake(each) for name, each in state.items()}
 
         try:
             for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
