@@ -124,7 +124,7 @@ class Envoy:
 
     # From outside: traces.
 
-    def trace(self, *args: Any, **kwargs: Any) -> InterleavingTracer:
+    def trace(self, /, *args: Any, **kwargs: Any) -> InterleavingTracer:
         """Call the module with these arguments, and run the body of the with statement along with it.
 
         Without an input (no positional argument and no tensor), the body gives it with `InterleavingTracer.invoke`.
@@ -133,8 +133,18 @@ class Envoy:
         """
         return InterleavingTracer(self, None, *args, **kwargs)
 
-    def scan(self, *args: Any, **kwargs: Any) -> ScanningTracer:
-        """The same as `trace`, with fake tensors: shapes, dtypes and devices without compute or weights."""
+    def scan(self, /, *args: Any, **kwargs: Any) -> ScanningTracer:
+        """The same as `trace`, with fake tensors: shapes, dtypes and devices without compute or weights.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> with torch.device("meta"):
+        ...     model = Envoy(torch.nn.Sequential(torch.nn.Linear(9000, 8000), torch.nn.ReLU()))
+        >>> with model.scan(torch.ones(2, 9000)):
+        ...     shape = model[0].output.shape.save()
+        >>> shape
+        torch.Size([2, 8000])
+        """
         return ScanningTracer(self, None, *args, **kwargs)
 
     def run(
@@ -183,7 +193,7 @@ class Envoy:
     # The tree.
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         module = self._module
         try:
