@@ -24,7 +24,7 @@ from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
 from softs_lightning.transfer import map_tensors, transfer_to_device
 
-__all__ = ["Cost", "Teacher"]
+__all__ = ["Cost", "Teacher", "arguments"]
 
 
 @dataclass(frozen=True)
@@ -258,12 +258,7 @@ class Teacher:
             if self._takes is None and not isinstance(batch, torch.Tensor):
                 self._takes = Takes.of(module)
             return feed(module, batch, self._takes)
-        given = self.inputs(batch)
-        if isinstance(given, Mapping):
-            return (), dict(given)
-        if isinstance(given, tuple):
-            return given, {}
-        return (given,), {}
+        return arguments(module, batch, self.inputs)
 
     def cost(self, batch: Any, spec: ProductSpec) -> Cost:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
@@ -292,6 +287,20 @@ def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
+
+
+def arguments(
+    module: nn.Module, batch: Any, inputs: Callable[[Any], Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a teacher is called with for a batch, as (args, kwargs): what `inputs` says, or its own signature."""
+    if inputs is None:
+        return feed(module, batch)
+    given = inputs(batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, tuple):
+        return given, {}
+    return (given,), {}
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
