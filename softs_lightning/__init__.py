@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from softs_lightning.callback import DistillationCallback
     from softs_lightning.catcher import ModelIOCatcher
+    from softs_lightning.export import save_student
     from softs_lightning.pairing import Pair
     from softs_lightning.product import ProductSpec, parse_io_spec
     from softs_lightning.teacher import Teacher
@@ -27,6 +28,7 @@ __all__ = [
     "Teacher",
     "__version__",
     "parse_io_spec",
+    "save_student",
     "transfer_to_device",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "ProductSpec": "product",
     "Teacher": "teacher",
     "parse_io_spec": "product",
+    "save_student": "export",
     "transfer_to_device": "transfer",
 }
 

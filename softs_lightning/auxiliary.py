@@ -7,6 +7,7 @@ the container hides there, and its weights travel in the callback's own state.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,16 @@ class Auxiliary(nn.ModuleDict):
         """Take out whatever an earlier fit, or the model that this one is a copy of, has left."""
         if isinstance(getattr(student, CONTAINER, None), Auxiliary):
             delattr(student, CONTAINER)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Auxiliary:
+        # Whole: an averaged copy of the student must have what the student has.
+        twin = memo[id(self)] = type(self)()
+        twin.update({key: copy.deepcopy(module, memo) for key, module in self.items()})
+        return twin.train(self.training)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Empty: a student pickled in mid-fit is the plain student, whatever losses are made of.
+        return type(self), ()
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False

@@ -9,6 +9,7 @@ whose state is not restored yet, and joins the training step; ``teardown`` or ``
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,8 +31,9 @@ from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
 from softs_lightning.selectors import resolve_spec
-from softs_lightning.step import Distillation, DistilledStep
+from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
+from softs_lightning.validation import Validation
 
 __all__ = ["DistillationCallback"]
 
@@ -45,8 +47,15 @@ class DistillationCallback(Callback):
         name: prefix of the logged terms and key of the callback's state; one for each callback.
         task_weight: multiplies the loss that the student's ``training_step`` returns.
         teacher_inputs: ``teacher_inputs(batch)`` gives what the teacher is called with, where its
-            own signature does not say it; see :func:`softs_lightning.teacher.feed`.
+            own signature does not say it; see :func:`softs_lightning.feeding.feed`.
         early_exit: stop the teacher's forward when the last product is captured.
+        teacher_dtype: run the teacher in this floating point type, whatever the precision of the
+            training is; by default the trainer's precision applies to it as to the student.
+        every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
+        manual: for modules with manual optimization: their ``training_step`` adds
+            ``distillation_loss(batch)`` to its own loss.
+        validate: run the teacher on validation batches too, and report there each term as
+            ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
             default the first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
@@ -60,7 +69,7 @@ class DistillationCallback(Callback):
 
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
-            manual optimization, ``dataloader_iter`` steps, strategies other than one device and
+            manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other than one device and
             DDP, no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
@@ -99,6 +108,10 @@ class DistillationCallback(Callback):
         task_weight: float = 1.0,
         teacher_inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
+        teacher_dtype: torch.dtype | str | None = None,
+        every_n_steps: int = 1,
+        manual: bool = False,
+        validate: bool = False,
         example_batch: Any = None,
         copy: bool = False,
         prog_bar: bool = False,
@@ -108,18 +121,32 @@ class DistillationCallback(Callback):
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
         if isinstance(teacher, Teacher):
-            if teacher_inputs is not None or early_exit is not True or copy:
-                raise ValueError("give teacher_inputs, early_exit and copy to the Teacher that you pass")
+            if teacher_inputs is not None or early_exit is not True or copy or teacher_dtype is not None:
+                raise ValueError(
+                    "give teacher_inputs, early_exit, teacher_dtype and copy to the Teacher that you pass"
+                )
             self.teacher = teacher
         else:
-            self.teacher = Teacher(teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy)
+            self.teacher = Teacher(
+                teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy, dtype=teacher_dtype
+            )
         self.name = name
         self.task_weight = float(task_weight)
+        if not math.isfinite(self.task_weight):
+            raise ValueError(f"task_weight must be finite, got {task_weight}")
+        if manual and self.task_weight != 1.0:
+            raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
+        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
+        self.every_n_steps = every_n_steps
+        self.manual = manual
+        self.validate = validate
         self.example_batch = example_batch
         self.prog_bar = prog_bar
         self._open = ExitStack()  # undoes whatever a fit has put in place
         self._bound: nn.ModuleList | None = None
         self._share: Distillation | None = None
+        self._validation: Validation | None = None
         # What training has come to: for a checkpoint, or for another fit of the same module.
         self._learned: dict[str, Tensor] = {}
         self._settled = False
@@ -207,12 +234,14 @@ class DistillationCallback(Callback):
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._closing_on_error():
             enrol(pl_module, trainer.optimizers)
-            share = Distillation(
+            share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
                 pl_module,
                 [b for b in self._bound if isinstance(b, BoundPair)],
                 task_weight=self.task_weight,
+                every_n_steps=self.every_n_steps,
+                clock=lambda: (trainer.global_step, trainer.current_epoch),
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
@@ -220,6 +249,9 @@ class DistillationCallback(Callback):
             DistilledStep.join(pl_module, share, needs_every_gradient=_needs_every_gradient(trainer))
             self._open.callback(DistilledStep.leave, pl_module, share)
             self._share = share
+            if self.validate:
+                self._validation = Validation(share)
+                self._open.callback(self._validation.close)
         rank_zero_info(self._account())
 
     def _account(self) -> str:
@@ -227,6 +259,69 @@ class DistillationCallback(Callback):
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
         return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+
+    def distillation_loss(self, batch: Any) -> Tensor:
+        """The weighted sum of the terms, for a ``training_step`` that optimizes manually (``manual=True``).
+
+        Call it after the student's forward, inside ``training_step``: it runs the teacher on `batch`
+        and compares with what the student did since the step began, or since the last call. Where
+        no term is on in this step it is zero.
+
+        Raises:
+            RuntimeError: outside the training step of the fit, or when the callback adds its loss itself.
+
+        Example::
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                loss = self.loss(self(batch[0]), batch[1]) + self.distillation.distillation_loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+        """
+        if not self.manual:
+            raise RuntimeError(
+                "this callback adds its loss by itself; distillation_loss is for manual optimization, with manual=True"
+            )
+        if not isinstance(self._share, ManualDistillation):
+            raise RuntimeError(
+                "distillation_loss(batch) is for the training_step of a fit, and none is running"
+            )
+        return self._share.now(batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(self._share, ManualDistillation) and not self._share.asked:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} optimizes manually and its training_step never called "
+                f"distillation_loss(batch) of the distillation {self.name!r}, so nothing was distilled in this epoch"
+            )
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._validation is not None:
+            self._validation.begin(trainer, batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._validation is not None:
+            self._validation.end(trainer, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation is not None:
+            self._validation.report(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before callbacks that put an average of the weights in their place: a checkpoint written
@@ -244,7 +339,7 @@ class DistillationCallback(Callback):
     def _close(self) -> None:
         """Undo everything, in reverse order. Closing twice is harmless."""
         self._open.close()
-        self._share = self._bound = None
+        self._share = self._bound = self._validation = None
         self._settled = False
 
     def _keep_learned(self) -> None:
@@ -289,7 +384,14 @@ class DistillationCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
         self._keep_learned()
-        return {**self.__dict__, "_open": None, "_bound": None, "_share": None, "_learned_with": None}
+        return {
+            **self.__dict__,
+            "_open": None,
+            "_bound": None,
+            "_share": None,
+            "_validation": None,
+            "_learned_with": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _open=ExitStack(), _settled=False)

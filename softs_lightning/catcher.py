@@ -32,7 +32,7 @@ __all__ = ["Capture", "ModelIOCatcher", "OverwrittenWarning", "parse_io_spec", "
 
 Key = tuple[str, Kind]
 
-_OPENING = threading.Lock()
+_OPENING = threading.Lock()  # threads may share a catcher by mistake, and must then be told
 
 
 class OverwrittenWarning(UserWarning):
@@ -99,8 +99,7 @@ class _Session:
         for key in keys:
             self.buffer[key[0]][key[1]].append(kept)
             self._versions += [(key, tensor, version) for tensor, version in watched]
-            if self.running:
-                self._count(key)
+            self._count(key)
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
             self.buffer.stopped_at = keys[-1][0]
@@ -183,7 +182,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         attach: ``"armed"`` puts a hook on a module when a session first asks for it, ``"all"`` puts
             both hooks on every submodule at once. A model that contains a compiled module gets
             ``"all"``: compiled code does not see hooks that are added later.
-        copy: keep copies of what is captured, safe from later in-place writes of the model.
+        copy: keep copies of the tensors captured, safe from later in-place writes of the model.
 
     A session belongs to the thread that opened it, and records every call of its modules there, also
     in a forward that another catcher drives. Forwards of other threads, and what runs while autograd
@@ -322,6 +321,11 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         if not spec:
             raise ValueError(
                 "this selects nothing to capture: name a module, as in 'outputs[model.layers.0]'"
+            )
+        if spec.saved:
+            raise ValueError(
+                f"{ProductSpec(saved=spec.saved)} names what a program saves, which is no module: "
+                "it needs a Teacher(program=...)"
             )
         self._pending = self._resolve(spec), early_exit, threading.get_ident()
         return self

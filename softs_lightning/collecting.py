@@ -204,28 +204,34 @@ class _Recording:
 
     def __init__(self) -> None:
         self.taps: WeakKeyDictionary[nn.Module, _RecorderTap] = WeakKeyDictionary()
+        self.own: dict[str, tuple[int, OutputRecorder]] = {}  # how many modules a key has, its first recorder
+        self.seen: Any = None
         self.running = 0
         self.lock = threading.Lock()
 
     def open(self, model: nn.Module, wanted: Mapping[str, Wanted]) -> _Call:
         """Find the declared modules as they are now, and arm them."""
-        found = find_recorded(model)
-        records = {}
-        for key, asked in wanted.items():
-            own = [one for one in found if one.key == key]
-            if not own and asked.follows:
-                continue
-            if not own:
-                raise ValueError(_no_match(model, key))
-            initial = key == "hidden_states" and own[0].recorder.capture_initial_hidden_state
-            records[key] = _Record(f"output_{key}", asked, len(own), initial)
-        call = _Call(self, records)
         with self.lock:
-            self._place(found)
+            now = _structure(model)
+            if now != self.seen:
+                self._place(find_recorded(model))
+                self.seen = now
+            call = _Call(self, self._records(model, wanted))
             self.running += 1
             for tap in self.taps.values():
                 tap.arm()
         return call
+
+    def _records(self, model: nn.Module, wanted: Mapping[str, Wanted]) -> dict[str, _Record]:
+        records = {}
+        for key, asked in wanted.items():
+            if key in self.own:
+                modules, first = self.own[key]
+                initial = key == "hidden_states" and first.capture_initial_hidden_state
+                records[key] = _Record(f"output_{key}", asked, modules, initial)
+            elif not asked.follows:
+                raise ValueError(_no_match(model, key))
+        return records
 
     def close(self) -> None:
         with self.lock:
@@ -236,14 +242,29 @@ class _Recording:
 
     def _place(self, found: Sequence[Recorded]) -> None:
         keys: dict[nn.Module, list[_Key]] = {tap_of: [] for tap_of in self.taps}
+        self.own = {}
         for one in found:
             keys.setdefault(one.module, []).append((one.key, one.path, one.recorder))
+            modules, first = self.own.get(one.key, (0, one.recorder))
+            self.own[one.key] = modules + 1, first
         for module, own in keys.items():
             if module not in self.taps:
                 tap = self.taps[module] = _RecorderTap()
                 tap.recording = ref(self)
                 module.register_forward_hook(tap, with_kwargs=True)
             self.taps[module].keys = own
+
+
+def _structure(model: nn.Module) -> tuple[Any, ...]:
+    """What decides which modules are declared: the declaration, the modules below the model, their classes."""
+    below: dict[nn.Module, type[nn.Module]] = {}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in below and child is not model:
+                below[child] = type(child)
+                waiting.append(child)
+    return declared(model), list(below), list(below.values())
 
 
 _recordings: WeakKeyDictionary[nn.Module, _Recording] = WeakKeyDictionary()

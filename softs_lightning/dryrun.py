@@ -48,10 +48,10 @@ def rehearse(
     with isolate_rng(include_cuda=torch.cuda.is_available()), torch.enable_grad():
         shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
         twin = _twin(student, shared).train()
+        twin._trainer = trainer
         _silence(twin)
         forward: Any = nullcontext()
         if trainer is not None:
-            twin._trainer = trainer
             device = trainer.strategy.root_device
             trainer.precision_plugin.convert_module(twin.to(device))  # in place
             batch = student._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
@@ -103,7 +103,7 @@ def _silence(twin: LightningModule) -> None:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     twin.__dict__.update(log=ignore, log_dict=ignore)
-    if not twin.automatic_optimization:
+    if not twin.automatic_optimization and twin._trainer is not None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(twin)
         plain = [config.scheduler for config in schedulers]
         twin.__dict__.update(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,12 @@ from torch import Tensor, nn
 
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.projectors import PROJECTORS, ProjectorFactory
+from softs_lightning.schedules import Constant, Schedule, as_schedule
 
 __all__ = ["BoundPair", "Loss", "Mask", "Pair"]
+
+METRICS = ("agreement", "kl", "cosine", "cka")
+"""What can be reported of a pair on validation batches, see :mod:`softs_lightning.metrics`."""
 
 Loss = Callable[..., Tensor]
 Mask = bool | str | Callable[[Any], Tensor | None]
@@ -34,7 +37,9 @@ class Pair:
             function. One that takes ``mask`` or ``batch`` gets them by keyword, one with a method
             ``bind(student, teacher)`` is shown both models before training. Both sides arrive in
             float32 at least, outside autocast.
-        weight: multiplies the term.
+        weight: multiplies the term: a number, or a function of the step or the epoch
+            (:mod:`softs_lightning.schedules`). A schedule that gives 0 turns the term off for that step;
+            the number 0 only reports it.
         projector: applied to the student's activation first: ``None``; a name of
             :mod:`softs_lightning.projectors`, such as ``"linear"``, or a function ``(student_shape,
             teacher_shape) -> module``, which make one for each pair of activations, their shapes
@@ -44,6 +49,11 @@ class Pair:
         mask: which tokens count, for losses that take a mask: ``True`` takes the batch's
             ``attention_mask`` where its shape is that of the activation but for the last dimension,
             a string another key, a function is given the batch, ``False`` masks nothing.
+        schedules: attributes of the loss that follow a schedule, as in
+            ``{"temperature": Linear(8, 1, over=1000)}``.
+        metrics: what a callback with ``validate=True`` reports beside the term: any of
+            ``"agreement"``, ``"kl"`` (for logits), ``"cosine"``, ``"cka"``. By default cosine and CKA
+            where the shapes allow them, and for a loss with a temperature all four.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast.
@@ -63,17 +73,21 @@ class Pair:
         teacher: str | ProductSpec,
         student: str | ProductSpec,
         loss: Loss,
-        weight: float = 1.0,
+        weight: float | Schedule = 1.0,
         projector: str | nn.Module | ProjectorFactory | None = None,
         name: str | None = None,
         mask: Mask = True,
+        schedules: Mapping[str, float | Schedule] | None = None,
+        metrics: Sequence[str] | None = None,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
         self.loss = loss
-        self.weight = float(weight)
+        self.weight = weight
         self.projector = projector
         self.mask = mask
+        self.schedules = dict(schedules or {})
+        self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
 
@@ -91,12 +105,35 @@ class Pair:
                 f"pair {self.name!r}: loss must be callable as loss(student, teacher), got {self.loss!r}"
                 + (", a class: make an instance of it" if isinstance(self.loss, type) else "")
             )
-        if not math.isfinite(self.weight):
-            raise ValueError(f"pair {self.name!r}: weight must be finite, got {self.weight}")
+        as_schedule(self.weight, f"pair {self.name!r}: weight")
+        for attribute, schedule in self.schedules.items():
+            as_schedule(schedule, f"pair {self.name!r}: {attribute}")
+            if not hasattr(self.loss, attribute):
+                has = ", ".join(
+                    sorted(
+                        k for k, v in vars(self.loss).items() if isinstance(v, (int, float)) and k[0] != "_"
+                    )
+                )
+                raise ValueError(
+                    f"pair {self.name!r}: the loss {type(self.loss).__name__} has no attribute {attribute!r} that could "
+                    f"follow a schedule; it has {has or 'none'}"
+                )
         self._validate_projector()
+        self._validate_metrics()
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
+            )
+
+    def _validate_metrics(self) -> None:
+        for name in self.metrics or ():
+            if name not in METRICS:
+                raise ValueError(
+                    f"pair {self.name!r}: there is no metric {name!r}; there are {', '.join(map(repr, METRICS))}"
+                )
+        if len(self.student) > 1 and "cka" in (self.metrics or ()):
+            raise ValueError(
+                f"pair {self.name!r}: 'cka' compares one activation with one: write a pair for each layer"
             )
 
     def _validate_projector(self) -> None:
@@ -124,7 +161,8 @@ class Pair:
             if isinstance(self.loss, nn.Module)
             else getattr(self.loss, "__name__", "loss")
         )
-        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={self.weight:g})"
+        weight = f"{self.weight:g}" if isinstance(self.weight, (int, float)) else repr(self.weight)
+        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={weight})"
 
 
 class BoundPair(nn.Module):
@@ -147,6 +185,11 @@ class BoundPair(nn.Module):
         self.pair = pair
         # A module loss becomes a child: what it trains is trained, what it buffers is moved.
         self.loss: Loss = copy.deepcopy(pair.loss)
+        self._weight = as_schedule(pair.weight, f"pair {pair.name!r}: weight")
+        self._settings = {
+            name: as_schedule(schedule, f"pair {pair.name!r}: {name}")
+            for name, schedule in pair.schedules.items()
+        }
         self.same_shape = bool(getattr(pair.loss, "same_shape", True))
         self.wants = _optional_arguments(pair.loss)
         self.projectors = nn.ModuleList()
@@ -157,6 +200,15 @@ class BoundPair(nn.Module):
                 raise ValueError(f"pair {pair.name!r}: its projector needs the sizes of both sides")
             make = PROJECTORS[pair.projector] if isinstance(pair.projector, str) else pair.projector
             self.projectors.extend(_made(pair, make, s, t) for s, t in zip(student, teacher, strict=True))
+
+    def set_to(self, step: int, epoch: int) -> float | None:
+        """The weight of the term now, ``None`` when it is off; what else follows a schedule is set on the loss."""
+        weight = self._weight(step, epoch)
+        if weight == 0.0 and not isinstance(self._weight, Constant):
+            return None
+        for name, schedule in self._settings.items():
+            setattr(self.loss, name, schedule(step, epoch))
+        return weight
 
     def bind(self, student: nn.Module, teacher: nn.Module) -> None:
         """Show both models to a loss that asks for them with a ``bind`` method (a head's weights, say)."""
@@ -229,10 +281,11 @@ class BoundPair(nn.Module):
         if "batch" in self.wants:
             extras["batch"] = batch
         if "mask" in self.wants:
-            extras["mask"] = self._mask(value, batch)
+            extras["mask"] = self.mask(value, batch)
         return extras
 
-    def _mask(self, value: Tensor, batch: Any) -> Tensor | None:
+    def mask(self, value: Tensor, batch: Any) -> Tensor | None:
+        """Which entries of the student's activation `value` count: what the pair's ``mask`` finds in the batch."""
         choice = self.pair.mask
         if choice is False:
             return None

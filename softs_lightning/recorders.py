@@ -169,7 +169,8 @@ def find_recorded(model: nn.Module, keys: Iterable[str] | None = None) -> list[R
         for one in several
     ]
     modules = list(own_modules(model))
-    known = {name for _, module in modules for name in class_names(module)} if recorders else set()
+    by_name = any(isinstance(recorder.target, str) for _, recorder in recorders)
+    known = {name for _, module in modules for name in class_names(module)} if by_name else set()
     found: dict[tuple[str, int, int], Recorded] = {}
     for path, module in modules:
         for key, recorder in recorders:

@@ -31,7 +31,7 @@ def refuse(
         trainer: whose strategy and callbacks must go with it.
         pl_module: whose way of training must.
     """
-    _refuse_step(pl_module)
+    _refuse_step(pl_module, callback.manual)
     _refuse_strategy(trainer)
     for other in trainer.callbacks:  # type: ignore[attr-defined]
         if other is callback:
@@ -49,12 +49,17 @@ def refuse(
         raise MisconfigurationException("two distillation callbacks set task_weight: set it on one of them")
 
 
-def _refuse_step(pl_module: LightningModule) -> None:
+def _refuse_step(pl_module: LightningModule, manual: bool) -> None:
     name = type(pl_module).__name__
-    if not pl_module.automatic_optimization:
+    if not pl_module.automatic_optimization and not manual:
         raise MisconfigurationException(
             f"{name} optimizes manually: its training_step calls backward itself, so a loss added to what it returns "
-            "would train nothing. Use automatic optimization"
+            "would train nothing. Pass manual=True and add callback.distillation_loss(batch) to the loss in "
+            "training_step, or use automatic optimization"
+        )
+    if pl_module.automatic_optimization and manual:
+        raise MisconfigurationException(
+            f"{name} optimizes automatically, so the callback adds its loss by itself: leave manual=True out"
         )
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(

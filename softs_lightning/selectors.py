@@ -7,7 +7,7 @@
 ``model.layers.*``              globs, ranges, positions from the end: ``model.layers.{0..5}``,
 ``model.layers.-1``             ``model.layers.{1..-1..2}``, ``**.mlp`` (``softs_lightning.patterns``)
 ``@LlamaMLP``                   every module of the class, of its subclasses and of the class that is
-                                registered to replace it; a full name, ``@torch.nn.Linear``'s
+                                registered to replace it; the full name,
                                 ``@torch.nn.modules.linear.Linear``, tells namesakes apart
 ``@Attention:crossattention``   those whose name has that dotted fragment
 ``%attentions``                 what the model records under that key, as ``_can_record_outputs`` says
@@ -22,6 +22,9 @@
 the first layer is given, what each layer returns, and for the last layer, where the model ties it,
 ``last_hidden_state``, *after* the final norm. ``outputs[model.layers.-1#0?]`` is the last layer's own
 output, *before* it. ``inputs[%attentions]`` is what the recording modules are called with.
+
+A module that runs several times in one forward (ALBERT's one layer) is meant once; ``!`` says which
+call. Under an early exit the first call ends the forward.
 
 Selectors mean modules in the order of the model, each once, under its first name, and leave out
 modules that are never called (``ModuleList``, the ``out_proj`` of ``nn.MultiheadAttention``). What
@@ -57,6 +60,7 @@ __all__ = [
     "ROOT",
     "Target",
     "UnknownModuleError",
+    "has_selector",
     "nearest",
     "never_called",
     "resolve_module",
@@ -143,10 +147,20 @@ def resolve_spec(model: nn.Module, spec: ProductSpec) -> ProductSpec:
     """
     resolver = _Resolver(model)
     sections: dict[Kind, list[Item]] = {"inputs": [], "outputs": []}
-    for kind, item in spec:
+    for kind, item in (entry for entry in spec if entry[0] != "saved"):
         for section, resolved in resolver(kind, item):
             sections[section].append(resolved)
-    return ProductSpec(tuple(sections["inputs"]), tuple(sections["outputs"]))
+    return ProductSpec(tuple(sections["inputs"]), tuple(sections["outputs"]), spec.saved)
+
+
+def has_selector(spec: ProductSpec) -> bool:
+    """Whether some item may mean several modules, so that only a model can tell how many are asked for.
+
+    >>> has_selector(ProductSpec.parse("outputs[layers.*]")), has_selector(ProductSpec.parse("outputs[layers.0]"))
+    (True, False)
+    """
+    names = [item.name for kind, item in spec if kind != "saved"]
+    return any("@" in name or "%" in name or is_pattern(name) for name in names)
 
 
 class _Resolver:

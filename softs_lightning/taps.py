@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Tap", "dynamo_loaded", "has_compiled"]
-
-
-def dynamo_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
+__all__ = ["Tap", "has_compiled"]
 
 
 def has_compiled(model: nn.Module) -> bool:
     """Whether `model`, or anything in it, is compiled: compiled code may not see a hook that is added later."""
-    if not dynamo_loaded():
+    wrapped = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    if wrapped is None:  # nothing can have been compiled
         return False
-    wrapped = sys.modules["torch._dynamo"].OptimizedModule
     return any(isinstance(m, wrapped) or m._compiled_call_impl is not None for m in model.modules())
 
 
@@ -38,7 +34,7 @@ class Tap:
     armed = False
 
     def arm(self) -> None:
-        if dynamo_loaded() and "deliver" not in self.__dict__:
+        if "torch._dynamo" in sys.modules and "deliver" not in self.__dict__:
             self.__dict__["deliver"] = _outside_graphs(self._deliver)
         self.armed = True
 

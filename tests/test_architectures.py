@@ -103,7 +103,7 @@ def test_a_class_names_the_layers_too(name: str) -> None:
 
 def with_sdpa(name: str) -> nn.Module:
     model = ARCHITECTURES[name].build()
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    model.set_attn_implementation("sdpa")
     return model
 
 

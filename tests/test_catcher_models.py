@@ -43,11 +43,11 @@ def by_hand(model: nn.Module, name: str, kind: str, batch: dict[str, Any]) -> An
     return seen[0]
 
 
-def first(value: Any) -> Tensor:
+def first(value: Any) -> Any:
     return value if isinstance(value, Tensor) else value[0]
 
 
-def argument(entry: dict[str, Any]) -> Tensor:
+def argument(entry: dict[str, Any]) -> Any:
     """The first argument, however it was passed."""
     return [*entry["args"], *entry["kwargs"].values()][0]
 

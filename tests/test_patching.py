@@ -97,7 +97,7 @@ def test_an_expression_that_is_none_is_refused() -> None:
 
 def test_the_mapping_must_be_one() -> None:
     with pytest.raises(TypeError, match="maps names to module classes, got list"):
-        register_patch_mapping([("A", Other)])  # type: ignore[arg-type]
+        register_patch_mapping([("A", Other)])
 
 
 def test_unregistering_is_all_or_nothing() -> None:
@@ -201,7 +201,7 @@ def replaced(*, depth: int = 3, only: int | None = None) -> Decoder:
 
 
 def seen(model: Decoder) -> list[torch.Tensor]:
-    return [block.self_attn.seen[-1] for block in model.layers]  # type: ignore[union-attr]
+    return [block.self_attn.seen[-1] for block in model.layers]
 
 
 def records(model: Decoder) -> bool:
@@ -282,11 +282,11 @@ def test_every_form_of_a_declaration_is_patched_and_keeps_its_form(declaration: 
 
 def test_submodels_are_patched_too() -> None:
     holder = nn.ModuleDict({"a": Inner(1), "b": nn.Sequential(Inner(1))})
-    for model in (holder["a"], holder["b"][0]):  # type: ignore[index]
+    for model in (holder["a"], holder["b"][0]):
         model.layers[0].crossattention = Third()
     register_patch_mapping({"^Attention$": Third})
     patch_output_recorders(holder)
-    recorder = holder["b"][0]._can_record_outputs["cross_attentions"]  # type: ignore[index]
+    recorder = holder["b"][0]._can_record_outputs["cross_attentions"]
     assert recorder == OutputRecorder(Third, index=1, layer_name="crossattention")
 
 
@@ -344,7 +344,7 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("replacement", [FastLlamaAttention, ScaledAttention])
 def test_a_patched_model_records_as_before_by_either_capture(replacement: type[nn.Module]) -> None:
     model = by_hand(replacement)
-    assert type(model.model.layers[0].self_attn) is replacement  # type: ignore[union-attr,index]
+    assert type(model.model.layers[0].self_attn) is replacement
     patch_output_recorders(model)
     expected = [weights for weights in own(model) if weights is not None]
     assert equal(ours(model), expected)
@@ -356,7 +356,7 @@ def test_the_values_are_those_of_the_model_before_it_was_patched() -> None:
     plain = built("llama")
     model = by_hand(ScaledAttention)
     patch_output_recorders(model)
-    for layer, twin in zip(model.model.layers, plain.model.layers, strict=True):  # type: ignore[union-attr,arg-type]
+    for layer, twin in zip(model.model.layers, plain.model.layers, strict=True):
         layer.self_attn.held[0].load_state_dict(twin.self_attn.state_dict())
     model.load_state_dict(plain.state_dict(), strict=False)
     assert equal(own(model), own(plain))
@@ -365,29 +365,32 @@ def test_the_values_are_those_of_the_model_before_it_was_patched() -> None:
 
 def test_hooks_that_transformers_placed_before_are_placed_again() -> None:
     model = by_hand(FastLlamaAttention)
+    batch = ARCHITECTURES["llama"].batch()
     expected = own(model)  # a subclass: found without a patch, and the hooks are there from now on
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         held = layer.self_attn
         layer.self_attn = ScaledAttention(held.config, held.layer_idx)
         layer.self_attn.held[0].load_state_dict(held.state_dict())
     assert own(model) == []
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 4
     register_patch_mapping({"LlamaAttention": ScaledAttention}, overwrite=True)
     patch_output_recorders(model)
     assert equal(own(model), expected)
     assert equal(ours(model), expected)
     patch_output_recorders(model)
     assert equal(own(model), expected)
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 4
 
 
 def test_what_is_registered_here_reaches_models_that_transformers_builds() -> None:
     register_patch_mapping({"LlamaAttention": FastLlamaAttention})
     model = llama()
-    assert type(model.model.layers[0].self_attn) is FastLlamaAttention  # type: ignore[union-attr,index]
+    assert type(model.model.layers[0].self_attn) is FastLlamaAttention
     assert equal(ours(model), own(model))
 
 
 def test_it_reaches_from_pretrained(tmp_path: Path) -> None:
-    built("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    built("llama").save_pretrained(tmp_path)
     register_patch_mapping({"Llama.*Attention$": FastLlamaAttention})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert type(model.model.layers[0].self_attn) is FastLlamaAttention

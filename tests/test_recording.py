@@ -17,7 +17,7 @@ def same(got: Any, expected: list[Tensor]) -> bool:
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    return list(model.layers)  # type: ignore[arg-type]
+    return list(model.layers)
 
 
 # -- what is recorded ------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def test_without_the_tie_the_last_is_what_the_last_layer_returns() -> None:
     class Untied(Decoder):
         @capture_outputs(tie_last_hidden_states=False)
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-            return Decoder.forward.__wrapped__(self, hidden_states)  # type: ignore[attr-defined]
+            return Decoder.forward.__wrapped__(self, hidden_states)
 
     model = Untied()
     out = model(x(), output_hidden_states=True)
@@ -136,7 +136,7 @@ def test_a_flag_may_stand_among_the_positional_arguments() -> None:
         @capture_outputs
         def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
             self.saw = output_attentions
-            return Decoder.forward.__wrapped__(self, hidden_states)  # type: ignore[attr-defined]
+            return Decoder.forward.__wrapped__(self, hidden_states)
 
     model = Positional(config=config(output_attentions=True))
     assert model(x(), False).attentions is None
@@ -148,7 +148,7 @@ def test_a_forward_without_a_place_for_flags_is_not_given_them() -> None:
     class Closed(Decoder):
         @capture_outputs
         def forward(self, hidden_states: Tensor) -> Any:
-            return Decoder.forward.__wrapped__(self, hidden_states)  # type: ignore[attr-defined]
+            return Decoder.forward.__wrapped__(self, hidden_states)
 
     assert Closed()(x(), output_attentions=True).attentions is not None
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -396,13 +396,23 @@ def test_a_nested_model_records_for_itself() -> None:
     assert (len(out["hidden_states"]), len(out["below"]["hidden_states"])) == (3, 2)
 
 
+def test_a_layer_that_runs_inside_a_nested_model_is_still_its_own_models() -> None:
+    model = outer()
+    last = blocks(model)[1]
+    blocks(model.inner)[0].forward = lambda hidden_states: last(hidden_states)
+    out = model(x(), inner=True, output_hidden_states=True)
+    assert len(out["hidden_states"]) == 4  # it ran twice, once within the nested model
+    assert out["hidden_states"][2] is last.gave[0]
+    assert len(out["below"]["hidden_states"]) == 2
+
+
 def test_a_model_that_calls_itself_records_the_call_that_asks() -> None:
     class Twice(Decoder):
         @capture_outputs
         def forward(self, hidden_states: Tensor, first: bool = True, **kwargs: Any) -> Any:
             if first:
                 hidden_states = self(hidden_states, first=False).last_hidden_state
-            return Decoder.forward.__wrapped__(self, hidden_states)  # type: ignore[attr-defined]
+            return Decoder.forward.__wrapped__(self, hidden_states)
 
     model = Twice()
     out = model(x(), output_attentions=True)
@@ -588,10 +598,10 @@ def test_the_decorators_combine_in_either_order() -> None:
         @capture_outputs(tie_last_hidden_states=False)
         def forward(self, hidden_states: Tensor, use_cache: Any = None, **kwargs: Any) -> Any:
             self.saw = use_cache
-            return Decoder.forward.__wrapped__(self, hidden_states)  # type: ignore[attr-defined]
+            return Decoder.forward.__wrapped__(self, hidden_states)
 
     class Reversed(Both):
-        forward = capture_outputs(merge_with_config_defaults(Both.forward.__wrapped__.__wrapped__))  # type: ignore[attr-defined]
+        forward = capture_outputs(merge_with_config_defaults(Both.forward.__wrapped__.__wrapped__))
 
     for kind in (Both, Reversed):
         model = kind(config=config(use_cache=True))

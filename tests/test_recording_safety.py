@@ -23,7 +23,7 @@ from tests.recorded_models import Attention, Block, Decoder, Output, x
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    return list(model.layers)  # type: ignore[arg-type]
+    return list(model.layers)
 
 
 def equal(got: Any, expected: Any) -> bool:
@@ -331,7 +331,7 @@ def traced() -> Iterator[Traced]:
 
 
 def whole(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
+    return torch.compile(model, backend="eager")
 
 
 def in_place(model: nn.Module) -> Callable[..., Any]:
@@ -411,3 +411,9 @@ def test_a_single_graph_cannot_record_and_says_so(traced: Traced) -> None:
     assert set(run(x())) == {"y"}
     with pytest.raises(torch._dynamo.exc.Unsupported):
         run(x(), output_hidden_states=True)
+
+
+def test_a_module_that_holds_its_parent_is_no_endless_loop() -> None:
+    model = Decoder()
+    blocks(model)[0].parent = model
+    assert len(model(x(), output_attentions=True).attentions) == 3

@@ -287,6 +287,13 @@ def test_several_models_that_record_are_told_apart_by_name() -> None:
     assert resolved(model, "outputs[inn*%attentions]") == "outputs[inner.layers.0.self_attn#1?]"
 
 
+def test_a_scope_may_hold_the_model_that_records() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(Inner(1)), "b": nn.Sequential(nn.Identity(), Inner(1))})
+    assert outputs(model, "b%attentions") == ["b.1.layers.0.self_attn#1?"]
+    assert outputs(model, "*%attentions") == ["a.0.layers.0.self_attn#1?", "b.1.layers.0.self_attn#1?"]
+    assert outputs(model, "b.-1%attentions") == ["b.1.layers.0.self_attn#1?"]
+
+
 def test_the_root_alone_of_several_can_be_said() -> None:
     assert resolved(outer(), "outputs[.%hidden_states]") == (
         "inputs[layers.0#hidden_states]|outputs[layers.0#0?|.#last_hidden_state]"
@@ -359,7 +366,7 @@ def test_selectors_work_wherever_a_catcher_takes_names() -> None:
         model(x())
     assert list(buffer) == ["layers.0", "layers.1", "layers.2"]
     assert [list(kinds) for kinds in buffer.values()] == [["inputs"], ["inputs"], ["inputs", "outputs"]]
-    assert buffer["layers.2"]["outputs"][0] is model.layers[2].gave[0]  # type: ignore[union-attr,index]
+    assert buffer["layers.2"]["outputs"][0] is model.layers[2].gave[0]
     with pytest.raises(KeyError, match="'@Blok' selects nothing"):
         catcher.for_product("outputs[@Blok]")
 
@@ -370,7 +377,7 @@ def test_a_buffer_is_read_by_the_selectors_it_was_filled_by() -> None:
     union = ProductSpec.union(map(ProductSpec.parse, ["outputs[layers.*]", "outputs[@Block|norm]"]))
     with catcher.for_product(union, early_exit=False) as buffer:
         model(x())
-    gave = [block.gave[0] for block in model.layers]  # type: ignore[union-attr]
+    gave = [block.gave[0] for block in model.layers]
     for product_id in ("outputs[layers.*]", "outputs[@Block]", "outputs[layers.{0..2}]"):
         assert all(a is b for a, b in zip(buffer.select(product_id), gave, strict=True))
     with pytest.raises(LookupError, match="was not asked of this session"):

@@ -7,7 +7,6 @@ the reason why it says nothing about this loss.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +64,7 @@ class Subject:
         dims = self.token_dims
         mask = torch.ones([student.shape[0], *(student.shape[d] for d in dims[:1])], dtype=torch.long)
         if dims:
-            mask[-1, -2:] = mask[0, 0] = 0
+            mask[-1, -2:] = mask[0, :2] = 0
         else:
             mask[-1] = 0
         return student, teacher, mask
@@ -81,8 +80,7 @@ class Subject:
     ) -> Tensor:
         """The loss of a fresh copy, in the precision of the inputs, with one seed for its own draws."""
         called = copy.deepcopy(self.loss) if loss is None else loss
-        first = student if isinstance(student, Tensor) else student[0]
-        if isinstance(called, nn.Module) and first.dtype == torch.float64:
+        if isinstance(called, nn.Module) and _leaves(student)[0].dtype == torch.float64:
             called = called.double()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed if seed is None else seed)
@@ -92,7 +90,7 @@ class Subject:
 
     def gradient(self, student: Any, teacher: Any, **options: Any) -> tuple[Tensor, list[Tensor]]:
         student = tree_map(lambda x: x.detach().clone().requires_grad_(), student)
-        leaves = [student] if isinstance(student, Tensor) else list(student)
+        leaves = _leaves(student)
         result = self.call(student, teacher, **options)
         assert result.requires_grad, "the result does not require a gradient: the student is cut off"
         grads = torch.autograd.grad(result, leaves, allow_unused=True)
@@ -101,10 +99,19 @@ class Subject:
         ]
 
 
-def tree_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def tree_map(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
+    """``function`` of a tensor, or of each in a list or tuple."""
     if isinstance(value, Tensor):
-        return function(value)
-    return type(value)(tree_map(function, item) for item in value)
+        return function(value, *others)
+    return type(value)(tree_map(function, *items) for items in zip(value, *others, strict=True))
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in _leaves(value)]
 
 
 def _close(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: float = 1e-9) -> None:
@@ -128,17 +135,9 @@ def _gradient(subject: Subject) -> None:
 def _untouched(subject: Subject) -> None:
     inputs = subject.inputs(torch.float32)
     subject.call(*inputs)
-    flat = [
-        [x] if isinstance(x, Tensor) else list(x)
-        for pair in (inputs, subject.inputs(torch.float32))
-        for x in pair
-    ]
-    same = all(
-        torch.equal(a, b)
-        for one, two in zip(flat[:2], flat[2:], strict=True)
-        for a, b in zip(one, two, strict=True)
-    )
-    assert same, "the loss changed its inputs in place"
+    for left, fresh in zip(inputs, subject.inputs(torch.float32), strict=True):
+        same = all(map(torch.equal, _leaves(left), _leaves(fresh)))
+        assert same, "the loss changed its inputs in place"
 
 
 def _repeatable(subject: Subject) -> None:
@@ -151,9 +150,13 @@ def _never_negative(subject: Subject) -> None:
         raise NotApplicable("claims no minimum at the teacher")
     for offset in range(3):
         student, teacher = subject.inputs(torch.float32, offset)
-        scales = (1.0,) if subject.sample is not None else (1e-3, 1.0, 10.0)
-        for scale in scales:
-            value = subject.call(tree_map(functools.partial(torch.mul, other=scale), student), teacher).item()
+        nears = [student]
+        if _shapes(student) == _shapes(teacher):
+            # Near the teacher rounding alone can take a sum of cancelling terms below zero.
+            for share in (1e-4, 1e-2):
+                nears.append(tree_map(lambda x, y, s=share: y + s * (x - y), student, teacher))
+        for near in nears:
+            value = subject.call(near, teacher).item()
             assert value >= 0, f"{value:.3g}"
 
 
@@ -162,8 +165,7 @@ def _zero_at_the_teacher(subject: Subject) -> None:
         raise NotApplicable("claims no minimum at the teacher")
     _, away = subject.gradient(*subject.inputs(torch.float32))
     student, teacher = subject.inputs(torch.float32)
-    shapes = [[tuple(t.shape) for t in ([x] if isinstance(x, Tensor) else x)] for x in (student, teacher)]
-    if shapes[0] != shapes[1]:
+    if _shapes(student) != _shapes(teacher):
         raise NotApplicable("student and teacher have unlike shapes here")
     value, grads = subject.gradient(teacher, teacher)
     assert abs(value.item()) <= 1e-6, f"{value.item():.3g} at the teacher"
@@ -223,7 +225,7 @@ def _gradcheck(subject: Subject) -> None:
         sides = []
         for sign in (step, -step):
             moves = iter(directions)
-            moved = tree_map(lambda x, sign=sign, moves=moves: x + sign * next(moves), student)  # type: ignore[misc]
+            moved = tree_map(lambda x, sign=sign, moves=moves: x + sign * next(moves), student)
             sides.append(subject.call(moved, teacher).item())
         numerical = (sides[0] - sides[1]) / (2 * step)
         analytical = sum(float((grad * move).sum()) for grad, move in zip(grads, directions, strict=True))
@@ -251,9 +253,10 @@ def _order(subject: Subject) -> None:
     if subject.batch:
         raise NotApplicable("reads the batch")
     student, teacher = subject.tensors()
-    _close(
-        subject.call(student.flip(0), teacher.flip(0)), subject.call(student, teacher), "reversed batch", 1e-9
-    )
+    expected = subject.call(student, teacher)
+    if not torch.equal(expected, subject.call(student, teacher, seed=subject.seed + 1)):
+        raise NotApplicable("draws at random")
+    _close(subject.call(student.flip(0), teacher.flip(0)), expected, "reversed batch", 1e-9)
 
 
 def _split(subject: Subject) -> None:
@@ -291,8 +294,6 @@ def _padding(subject: Subject) -> None:
         result, spoiled_grads = subject.gradient(spoiled, blotted, mask=mask)
         _close(result, expected, f"padding filled with {fill}", 1e-9)
         _close(spoiled_grads[0], grads[0], f"gradient with padding filled with {fill}", 1e-9)
-    different = subject.call(student, teacher, mask=torch.ones_like(mask))
-    assert not torch.equal(expected, different), "the mask changes nothing: it is not used"
 
 
 def _extra_padding(subject: Subject) -> None:

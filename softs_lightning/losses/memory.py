@@ -115,10 +115,11 @@ class CRD(DistillationLoss):
     ) -> Tensor:
         chosen = memory[torch.cat([index[:, None], others], 1)].to(embedding.dtype)
         scores = torch.einsum("bd,bkd->bk", embedding, chosen) / self.temperature
-        constant = self.log_constants[side]
-        if bool(constant.isnan()):
-            constant = scores.detach().logsumexp((0, 1)) - math.log(scores.numel()) + math.log(self.samples)
-            self.log_constants[side] = constant
+        estimate = scores.detach().logsumexp((0, 1)) + math.log(self.samples / scores.numel())
+        known = self.log_constants[side]
+        # Chosen without a branch: reading the number would wait for the device at each step.
+        constant = torch.where(known.isnan(), estimate, known.to(estimate))
+        self.log_constants[side] = constant
         log_p = scores - constant
         noise = log_p.new_tensor(math.log(self.negatives / self.samples))
         both = torch.logaddexp(log_p, noise)

@@ -181,7 +181,8 @@ class SRD(DistillationLoss):
         super().__init__()
         _unlike_sizes({"student_features": student_features, "teacher_features": teacher_features})
         self.exponent = positive("exponent", exponent)
-        self.projector = nn.Linear(student_features, teacher_features)
+        # No bias: the norm would take it out again.
+        self.projector = nn.Linear(student_features, teacher_features, bias=False)
         self.student_norm = nn.BatchNorm1d(teacher_features, eps=1e-4, affine=False)
         self.teacher_norm = nn.BatchNorm1d(teacher_features, eps=1e-4, affine=False)
 

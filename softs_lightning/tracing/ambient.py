@@ -17,7 +17,16 @@ __all__ = ["snapshot"]
 
 
 def snapshot() -> Callable[[], AbstractContextManager[None]]:
-    """The state of this thread; what is returned makes a context manager that sets it up on another."""
+    """The state of this thread; what is returned makes a context manager that sets it up on another.
+
+    Raises:
+        RuntimeError: inside of a function transform (vmap, grad, ...), which no other thread can take part in.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "a model cannot be traced inside of a torch.func transform (vmap, grad, jvp, ...), because what a "
+            "block does on its own thread would not be transformed; transform inside of the block instead"
+        )
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()

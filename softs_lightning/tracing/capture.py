@@ -55,6 +55,7 @@ class Scope(dict[str, Any]):
         super().__setitem__("__builtins__", frame.f_builtins)
         self.around = around
         self.local = local
+        self.given = dict(self)
         self.assigned: dict[str, None] = {}
         self.siblings: list[Scope] = []
 
@@ -69,6 +70,16 @@ class Scope(dict[str, Any]):
         for sibling in self.siblings:
             if name not in sibling.assigned:
                 dict.__setitem__(sibling, name, value)
+                sibling.given[name] = value
+
+    def new(self) -> dict[str, Any]:
+        """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
+        unset = object()
+        return {
+            name: value
+            for name, value in self.items()
+            if name in self.assigned or self.given.get(name, unset) is not value
+        }
 
     def functions(self) -> int:
         """How many functions of the block are referred to by its own names and by nothing else."""
@@ -116,7 +127,7 @@ class WithBody(Body):
     def push(self, keep: Callable[[Any], bool]) -> None:
         frame, scope = self.frame, self.scope
         assert frame is not None
-        values = {name: scope[name] for name in scope.assigned if name in scope and keep(scope[name])}
+        values = {name: value for name, value in scope.new().items() if name != SAVE and keep(value)}
         if values:
             write_names(frame, values)
 
@@ -129,7 +140,7 @@ class WithBody(Body):
         frame, scope = self.frame, self.scope
         self.frame = None
         del self.scope
-        scope.siblings, scope.local = [], {}
+        scope.siblings, scope.local, scope.given = [], {}, {}
         if frame is not None:
             drop_locals(frame)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
@@ -197,6 +208,9 @@ class Capturing:
         if site.first_line is not None:
             self._met = False
             frame.f_trace = self._skip
+            # The trace function that is displaced has seen this call and will see the return from __exit__;
+            # one that counts calls and returns, as coverage's does, must not see this return as well.
+            sys._getframe().f_trace = None
             sys.settrace(_nothing)
         return self
 

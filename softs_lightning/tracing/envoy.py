@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from softs_lightning.tracing.capture import FunctionBody
-from softs_lightning.tracing.interleave import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
+from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
 __all__ = ["Envoy"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from softs_lightning.tracing.interleave import ACTIVE
 from softs_lightning.tracing.saving import save
+from softs_lightning.tracing.worker import ACTIVE
 
 __all__ = ["interposed"]
 
@@ -42,8 +42,15 @@ class _Forward:
             return self.__wrapped__(*args, **kwargs)
         return run.visit(self.key, self.__wrapped__, args, kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model, made in a block, gets the forward itself
+        return _itself, (self.__wrapped__,)
+
     def __getattr__(self, name: str) -> Any:  # __self__, __func__, __name__, ...: as of the forward
         return getattr(self.__wrapped__, name)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 @contextmanager

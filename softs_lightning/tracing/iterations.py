@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 
-from softs_lightning.tracing.interleave import Worker, current_worker
+from softs_lightning.tracing.worker import Worker, current_worker
 
 __all__ = ["Barrier", "Iterations"]
 

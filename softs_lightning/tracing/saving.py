@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from softs_lightning.tracing.errors import OutsideTraceError
-from softs_lightning.tracing.interleave import ACTIVE
+from softs_lightning.tracing.worker import ACTIVE
 
 __all__ = ["Saves", "current_saves", "save", "save_or_call"]
 

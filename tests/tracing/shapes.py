@@ -21,9 +21,10 @@ for name in ("softs_lightning", "softs_lightning.tracing"):  # without their __i
 
 from softs_lightning.tracing.capture import Capturing
 from softs_lightning.tracing.errors import OutOfOrderError, WithBlockNotFoundError
-from softs_lightning.tracing.interleave import ACTIVE, OUTPUT, RESULT, Run, Worker, current_worker
+from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.iterations import Barrier, Iterations
 from softs_lightning.tracing.saving import Saves, save
+from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, current_worker
 
 
 class Captured(Capturing):

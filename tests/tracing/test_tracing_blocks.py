@@ -169,6 +169,18 @@ def test_closures_and_globals_are_rebound(model):
     assert REBOUND == "global"
 
 
+def test_a_function_of_the_block_with_a_global_statement(model):
+    names = run_as_file(
+        "count = 0\n"
+        "with model.trace(X):\n"
+        "    def more():\n        global count\n        count += 100000\n"
+        "    more()\n    more()\n    count.save()\n    model.first.output.save()\n",
+        model=model,
+        X=X,
+    )
+    assert names["count"] == 200000
+
+
 def test_async_functions_and_generators(model):
     async def read():
         await asyncio.sleep(0)

@@ -173,6 +173,21 @@ def test_context_variables_flow_in_and_not_out(model, x):
     variable.reset(token)
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_inside_of_a_function_transform_a_trace_is_refused(model, net, x, transform):
+    def traced(x):
+        with model.trace(x):
+            result = (model.output.sum() * 2).save()
+        return result  # noqa: RET504
+
+    with pytest.raises(RuntimeError, match=r"cannot be traced inside of a torch\.func transform"):
+        transform(traced)(x)
+    assert "forward" not in net.first.__dict__
+    with model.trace(x):
+        gradient = transform(lambda each: (each * 3).sum())(model.first.output).save()
+    assert torch.equal(gradient, transform(lambda each: (each * 3).sum())(net.first(x)))
+
+
 def test_a_backward_pass_in_a_block(model, net, x):
     with model.trace(x):
         model.output.sum().backward()
