@@ -212,7 +212,10 @@ def test_a_teacher_no_better_than_the_student_fails_loudly(capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["pairs.0.teacher='outputs[trunk]'"], "has shape [250, 10], the teacher's outputs[trunk] [250, 48, 4, 4]"),
+        (
+            ["pairs.0.teacher='outputs[trunk]'"],
+            "has shape [250, 10], the teacher's outputs[trunk] [250, 48, 4, 4]",
+        ),
         (["trainer.precision=half"], "trainer (lightning.Trainer): ValueError: Precision 'half' is invalid"),
         (["trainer.devices=0"], "trainer (lightning.Trainer): MisconfigurationException"),
         (["teacher.cache_dir=folder/file"], "The teacher cannot be kept in folder/file"),

@@ -184,7 +184,7 @@ def test_a_damaged_file_is_not_taken_for_a_teacher(tmp_path: Path) -> None:
     teacher(tmp_path)()
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(Refusal, match="cannot be read .*Delete it to train anew"):
+    with pytest.raises(Refusal, match=r"cannot be read .*Delete it to train anew"):
         teacher(tmp_path)()
 
 
