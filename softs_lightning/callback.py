@@ -30,7 +30,6 @@ from softs_lightning.dryrun import first_batch, rehearse, sizes
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
-from softs_lightning.selectors import resolve_spec
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
@@ -183,15 +182,14 @@ class DistillationCallback(Callback):
 
     def _make_projectors(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
-            for pair in self.pairs:
-                resolve_spec(pl_module, pair.student)
-            ours, theirs = self._sizes(trainer, pl_module)
+            assert self.teacher.module is not None
+            pairs = [pair.resolve(pl_module, self.teacher.module) for pair in self.pairs]
+            ours, theirs = self._sizes(trainer, pl_module, pairs)
             bound = nn.ModuleList(
-                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in self.pairs
+                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in pairs
             )
             for entry in bound:
                 assert isinstance(entry, BoundPair)
-                assert self.teacher.module is not None
                 entry.bind(pl_module, self.teacher.module)
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
@@ -203,9 +201,9 @@ class DistillationCallback(Callback):
             self._open.callback(self._keep_learned)
 
     def _sizes(
-        self, trainer: Trainer, pl_module: LightningModule
+        self, trainer: Trainer, pl_module: LightningModule, pairs: Sequence[Pair]
     ) -> tuple[dict[str, list[torch.Size]], dict[str, list[torch.Size]]]:
-        measured = [pair for pair in self.pairs if pair.needs_sizes]
+        measured = [pair for pair in pairs if pair.needs_sizes]
         if not measured:
             return {}, {}
         batch = first_batch(trainer) if self.example_batch is None else self.example_batch

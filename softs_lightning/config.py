@@ -31,6 +31,9 @@ SECTIONS = (
 )
 """The nodes of a recipe; every one of them must be filled in."""
 
+NAMED = ("losses",)
+"""Nodes that a recipe may add, for its other nodes to refer to: ``loss: ${losses.scores}``."""
+
 PAIR_TARGET = "softs_lightning.Pair"
 PAIR_OPTIONS = ("teacher", "student", "loss", "weight", "projector", "name", "mask")
 """What a pair in a recipe may say."""
@@ -92,7 +95,7 @@ def check(recipe: DictConfig) -> None:
     softs_lightning.config.Refusal: The recipe has a node 'studnet', which nothing reads. Did you mean student?
     """
     for key in recipe:
-        if key not in SECTIONS:
+        if key not in (*SECTIONS, *NAMED):
             raise Refusal(
                 f"The recipe has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}"
             )
@@ -134,7 +137,7 @@ def _check_pairs(pairs: Any) -> None:
         widths = {
             side: _selected(f"{where}.{side}", pair[side]) for side in ("teacher", "student") if side in pair
         }
-        if len(set(widths.values())) > 1:
+        if None not in widths.values() and len(set(widths.values())) > 1:
             raise Refusal(
                 f"{where} selects {widths['teacher']} of the teacher's activations ({pair['teacher']}) and "
                 f"{widths['student']} of the student's ({pair['student']}); they meet one to one."
@@ -150,14 +153,16 @@ def _check_options(where: str, pair: Mapping[Any, Any]) -> None:
             raise Refusal(f"{where} does not say {option!r}.")
 
 
-def _selected(where: str, product_id: Any) -> int:
+def _selected(where: str, product_id: Any) -> int | None:
+    """How many activations a product_id selects; None where that depends on the model."""
     try:
         spec = ProductSpec.parse(product_id)
     except (TypeError, ValueError) as error:
         raise Refusal(f"{where}: {error}") from None
     if not len(spec):
         raise Refusal(f"{where} selects nothing: {product_id!r}. Write for example outputs[name].")
-    return len(spec)
+    selectors = any(set("*{}@%") & set(item.name) or "-" in item.name for _, item in spec)
+    return None if selectors else len(spec)
 
 
 def _check_judge(judge: Any) -> None:

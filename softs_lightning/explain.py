@@ -18,7 +18,7 @@ from softs_lightning.config import Refusal, build
 from softs_lightning.dryrun import rehearse
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
-from softs_lightning.selectors import resolve_module, resolve_spec
+from softs_lightning.selectors import resolve_module
 from softs_lightning.teacher import Cost
 from softs_lightning.trained import TrainedTeacher
 
@@ -115,19 +115,18 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
         assert teacher.module is not None
         wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
         teacher.check(wanted)
+    with _refusing(f"{callback.name}, student"):
+        pairs = [pair.resolve(student, teacher.module) for pair in callback.pairs]
+    with _refusing(f"{callback.name}, teacher"):
         supplied = teacher.supply(batch, wanted)
-        theirs = [
-            _selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in callback.pairs
-        ]
+        theirs = [_selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in pairs]
         cost = teacher.cost(batch, wanted)
         name, size = type(teacher.module).__name__, parameters(teacher.module)
+    captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
-        watched = ProductSpec.union(resolve_spec(student, pair.student) for pair in callback.pairs)
-    captured = rehearse(student, batch, watched)
-    with _refusing(f"{callback.name}, student"):
-        ours = [_selected(pair.student, captured.select(pair.student), student) for pair in callback.pairs]
+        ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
     teacher.release()
-    return Plan(callback.name, name, size, cost, tuple(zip(callback.pairs, theirs, ours, strict=True)))
+    return Plan(callback.name, name, size, cost, tuple(zip(pairs, theirs, ours, strict=True)))
 
 
 @contextmanager

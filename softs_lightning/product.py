@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 __all__ = ["Item", "Kind", "ProductSpec", "describe", "element", "parse_io_spec", "take"]
@@ -152,8 +153,7 @@ class ProductSpec:
         """Parse a product_id; a spec is returned as it is. Raises ``ValueError`` as :func:`parse_io_spec`."""
         if isinstance(product_id, ProductSpec):
             return product_id
-        found = _sections(product_id)
-        return cls(*(tuple(map(Item.parse, items)) for items in found.values()))
+        return _parse(product_id) if isinstance(product_id, str) else _parse.__wrapped__(product_id)
 
     @classmethod
     def union(cls, specs: Iterable[ProductSpec]) -> ProductSpec:
@@ -179,6 +179,11 @@ class ProductSpec:
     def __str__(self) -> str:
         sections = {"inputs": self.inputs, "outputs": self.outputs, "saved": self.saved}
         return "|".join(f"{kind}[{'|'.join(map(str, items))}]" for kind, items in sections.items() if items)
+
+
+@lru_cache(maxsize=256)  # a session is armed from the same few product_ids at every step
+def _parse(product_id: str) -> ProductSpec:
+    return ProductSpec(*(tuple(map(Item.parse, items)) for items in _sections(product_id).values()))
 
 
 def take(value: Any, pick: Sequence[int | str]) -> Any:

@@ -60,7 +60,7 @@ class Architecture:
     first_state: tuple[str, str] = ("%hidden_states.1", "hidden_states")
     flags: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, **settings: Any) -> nn.Module:
+    def build(self, **settings: Any) -> Any:
         config = getattr(transformers, self.config)(**{**self.settings, **settings})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -70,7 +70,7 @@ class Architecture:
 
 
 @cache
-def built(name: str) -> nn.Module:
+def built(name: str) -> Any:
     return ARCHITECTURES[name].build()
 
 

@@ -66,6 +66,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Blocks, then a norm."""
 
+    config: Any
+    layers: Any
+
     _can_record_outputs: Any = {  # noqa: RUF012
         "hidden_states": Block,
         "attentions": OutputRecorder(Attention, index=1, layer_name="self_attn"),

@@ -97,7 +97,7 @@ def test_an_expression_that_is_none_is_refused() -> None:
 
 def test_the_mapping_must_be_one() -> None:
     with pytest.raises(TypeError, match="maps names to module classes, got list"):
-        register_patch_mapping([("A", Other)])
+        register_patch_mapping([("A", Other)])  # type: ignore[arg-type]
 
 
 def test_unregistering_is_all_or_nothing() -> None:
@@ -273,7 +273,7 @@ def test_a_model_without_replaced_layers_records_as_before() -> None:
     ],
 )
 def test_every_form_of_a_declaration_is_patched_and_keeps_its_form(declaration: Any, patched: Any) -> None:
-    model = nn.Module()
+    model: Any = nn.Module()
     model._can_record_outputs = {"attentions": declaration}
     register_patch_mapping({"Attention": Other})
     patch_output_recorders(model)
@@ -281,7 +281,7 @@ def test_every_form_of_a_declaration_is_patched_and_keeps_its_form(declaration: 
 
 
 def test_submodels_are_patched_too() -> None:
-    holder = nn.ModuleDict({"a": Inner(1), "b": nn.Sequential(Inner(1))})
+    holder: Any = nn.ModuleDict({"a": Inner(1), "b": nn.Sequential(Inner(1))})
     for model in (holder["a"], holder["b"][0]):
         model.layers[0].crossattention = Third()
     register_patch_mapping({"^Attention$": Third})
@@ -310,21 +310,22 @@ class ScaledAttention(nn.Module):
         return hidden_states * self.scale, weights
 
 
-def llama(**settings: Any) -> nn.Module:
+def llama(**settings: Any) -> Any:
     return ARCHITECTURES["llama"].build(**settings)
 
 
-def by_hand(replacement: type[nn.Module]) -> nn.Module:
+def by_hand(replacement: type[nn.Module]) -> Any:
     """Llama with replaced attention, made with the patches applied but not by from_pretrained."""
     register_patch_mapping({"LlamaAttention": replacement}, overwrite=True)
     config = transformers.LlamaConfig(**ARCHITECTURES["llama"].settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     with monkey_patching.apply_patches():
-        return transformers.LlamaForCausalLM(config).eval()
+        model: Any = transformers.LlamaForCausalLM(config)
+        return model.eval()
 
 
-def own(model: nn.Module) -> list[torch.Tensor]:
+def own(model: Any) -> list[torch.Tensor]:
     """What transformers' own capture gives."""
     with torch.no_grad():
         return list(model(**ARCHITECTURES["llama"].batch(), output_attentions=True).attentions)
@@ -392,7 +393,8 @@ def test_what_is_registered_here_reaches_models_that_transformers_builds() -> No
 def test_it_reaches_from_pretrained(tmp_path: Path) -> None:
     built("llama").save_pretrained(tmp_path)
     register_patch_mapping({"Llama.*Attention$": FastLlamaAttention})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model.eval()
     assert type(model.model.layers[0].self_attn) is FastLlamaAttention
     assert equal(own(model), own(built("llama")))
     assert equal(ours(model), own(model))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from softs_lightning.recording import OutputRecorder, capture_outputs, merge_with_config_defaults
 from tests.recorded_models import Attention, Block, Decoder, Inner, Output, config, outer, x
 
+plain_forward: Any = inspect.unwrap(Decoder.forward)
+
 
 def same(got: Any, expected: list[Tensor]) -> bool:
     return len(got) == len(expected) and all(a is b for a, b in zip(got, expected, strict=True))
 
 
-def blocks(model: nn.Module) -> list[Any]:
+def blocks(model: Any) -> list[Any]:
     return list(model.layers)
 
 
@@ -35,7 +38,7 @@ def test_without_the_tie_the_last_is_what_the_last_layer_returns() -> None:
     class Untied(Decoder):
         @capture_outputs(tie_last_hidden_states=False)
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-            return Decoder.forward.__wrapped__(self, hidden_states)
+            return plain_forward(self, hidden_states)
 
     model = Untied()
     out = model(x(), output_hidden_states=True)
@@ -134,9 +137,9 @@ def test_a_flag_is_the_calls_then_the_configs(default: Any, call: dict[str, Any]
 def test_a_flag_may_stand_among_the_positional_arguments() -> None:
     class Positional(Decoder):
         @capture_outputs
-        def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
+        def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:  # type: ignore[override]
             self.saw = output_attentions
-            return Decoder.forward.__wrapped__(self, hidden_states)
+            return plain_forward(self, hidden_states)
 
     model = Positional(config=config(output_attentions=True))
     assert model(x(), False).attentions is None
@@ -147,8 +150,8 @@ def test_a_flag_may_stand_among_the_positional_arguments() -> None:
 def test_a_forward_without_a_place_for_flags_is_not_given_them() -> None:
     class Closed(Decoder):
         @capture_outputs
-        def forward(self, hidden_states: Tensor) -> Any:
-            return Decoder.forward.__wrapped__(self, hidden_states)
+        def forward(self, hidden_states: Tensor) -> Any:  # type: ignore[override]
+            return plain_forward(self, hidden_states)
 
     assert Closed()(x(), output_attentions=True).attentions is not None
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -203,7 +206,7 @@ def test_a_flag_of_another_kind_is_refused(flag: Any) -> None:
 # -- declarations ----------------------------------------------------------------------------------
 
 
-def record(declaration: Any, key: str = "attentions", model: nn.Module | None = None) -> Any:
+def record(declaration: Any, key: str = "attentions", model: Any = None) -> Any:
     model = Inner() if model is None else model
     model._can_record_outputs = {key: declaration}
     return model(x(), **{f"output_{key}": True})[key], model
@@ -320,7 +323,7 @@ def test_none_among_values_is_passed_over() -> None:
 
 
 def test_nothing_but_none_is_an_error_that_names_the_switch() -> None:
-    model = Single((1, None))
+    model: Any = Single((1, None))
     with pytest.raises(RuntimeError, match=r"'layer' gave None.*attn_implementation=\"eager\""):
         model(x(), output_values=True)
     model.config = config(_attn_implementation="sdpa")
@@ -412,7 +415,7 @@ def test_a_model_that_calls_itself_records_the_call_that_asks() -> None:
         def forward(self, hidden_states: Tensor, first: bool = True, **kwargs: Any) -> Any:
             if first:
                 hidden_states = self(hidden_states, first=False).last_hidden_state
-            return Decoder.forward.__wrapped__(self, hidden_states)
+            return plain_forward(self, hidden_states)
 
     model = Twice()
     out = model(x(), output_attentions=True)
@@ -498,7 +501,7 @@ def test_a_dataclass_without_the_field_is_an_error_that_names_its_fields() -> No
     "make", [lambda: Frozen("last"), lambda: {"last_hidden_state": "last", "none": None}]
 )
 def test_a_tuple_holds_what_is_there_in_order(make: Any) -> None:
-    model = Gives(make)
+    model: Any = Gives(make)
     assert model("in", return_dict=False) == ("last",)
     assert model("in", return_dict=False, output_hidden_states=True) == ("last", ("in", "last"))
     model.config = config(return_dict=False)
@@ -534,8 +537,8 @@ class Caching(nn.Module):
         return use_cache, vision_feature_select_strategy
 
 
-def caching(**settings: Any) -> Caching:
-    model = Caching()
+def caching(**settings: Any) -> Any:
+    model: Any = Caching()
     model.config = config(**settings)
     return model
 
@@ -598,10 +601,10 @@ def test_the_decorators_combine_in_either_order() -> None:
         @capture_outputs(tie_last_hidden_states=False)
         def forward(self, hidden_states: Tensor, use_cache: Any = None, **kwargs: Any) -> Any:
             self.saw = use_cache
-            return Decoder.forward.__wrapped__(self, hidden_states)
+            return plain_forward(self, hidden_states)
 
     class Reversed(Both):
-        forward = capture_outputs(merge_with_config_defaults(Both.forward.__wrapped__.__wrapped__))
+        forward = capture_outputs(merge_with_config_defaults(inspect.unwrap(Both.forward)))
 
     for kind in (Both, Reversed):
         model = kind(config=config(use_cache=True))

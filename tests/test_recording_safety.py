@@ -22,7 +22,7 @@ from softs_lightning.recording import OutputRecorder, capture_outputs
 from tests.recorded_models import Attention, Block, Decoder, Output, x
 
 
-def blocks(model: nn.Module) -> list[Any]:
+def blocks(model: Any) -> list[Any]:
     return list(model.layers)
 
 
@@ -90,7 +90,7 @@ def test_threads_with_other_flags_do_not_see_each_other(partner: dict[str, bool]
 def test_tasks_do_not_see_each_other() -> None:
     model = Met()
 
-    async def both() -> list[dict[str, Any]]:
+    async def both() -> Any:
         first = asyncio.to_thread(model, torch.tensor(0.0), output_attentions=True)
         return await asyncio.gather(first, asyncio.to_thread(model, torch.tensor(7.0)))
 
@@ -113,7 +113,8 @@ def test_layers_that_run_in_threads_of_their_own_are_not_missed_in_silence() -> 
 
 
 def test_a_replica_is_refused() -> None:
-    replica = Decoder()._replicate_for_data_parallel()
+    model: Any = Decoder()
+    replica = model._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match="use DistributedDataParallel"):
         replica(x(), output_attentions=True)
 
@@ -129,7 +130,7 @@ def test_after_an_exception_nothing_is_armed() -> None:
         model(x(), output_attentions=True)
     blocks(model)[1].forward = works
     assert model(x()).attentions is None
-    taps = [tap for module in model.modules() for tap in module._forward_hooks.values()]
+    taps: list[Any] = [tap for module in model.modules() for tap in module._forward_hooks.values()]
     assert taps
     assert not any(tap.armed for tap in taps)
     assert len(model(x(), output_attentions=True).attentions) == 3
@@ -239,7 +240,7 @@ def checkpointed(*, reentrant: bool, inner: bool = False) -> Checkpointed:
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_recomputing_records_nothing_twice_and_gradients_are_right(inner: bool) -> None:
-    def gradients(model: nn.Module, **kwargs: Any) -> list[Tensor | None]:
+    def gradients(model: nn.Module, **kwargs: Any) -> list[Any]:
         out = model(x().requires_grad_(), output_attentions=True)
         assert len(out.attentions) == 3
         sum(weights.square().sum() for weights in out.attentions).backward()
@@ -247,7 +248,7 @@ def test_recomputing_records_nothing_twice_and_gradients_are_right(inner: bool) 
         return [p.grad for p in model.parameters()]
 
     recomputed = checkpointed(reentrant=False, inner=inner)
-    plain = checkpointed(reentrant=False, inner=inner)
+    plain: Any = checkpointed(reentrant=False, inner=inner)
     plain.forward = _without_checkpoint(plain)
     for got, expected in zip(gradients(recomputed), gradients(plain), strict=True):
         assert (got is None) == (expected is None)
@@ -305,7 +306,8 @@ class Layer(nn.Module):
         self.tanh = nn.Tanh()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.tanh(self.linear(hidden_states))
+        out: Tensor = self.tanh(self.linear(hidden_states))
+        return out
 
 
 class Traced(nn.Module):

@@ -239,7 +239,7 @@ def test_a_recorded_key_is_what_the_model_returns() -> None:
 
 def test_an_untied_or_an_undecorated_model_ends_with_its_last_layer() -> None:
     class Undecorated(Decoder):
-        def forward(self, hidden_states: Tensor) -> Tensor:
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
             return hidden_states
 
     model = Decoder(1)
