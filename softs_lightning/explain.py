@@ -176,8 +176,9 @@ def _headline(pair: Pair) -> str:
         case str(kind):
             projector = f"projector {kind}"
         case module:
-            projector = f"projector {type(module).__name__}"
-    return f"pair {pair.name}: {loss}, weight {pair.weight:g}, {projector}"
+            projector = f"projector {getattr(module, '__name__', type(module).__name__)}"
+    weight = f"{pair.weight:g}" if isinstance(pair.weight, (int, float)) else repr(pair.weight)
+    return f"pair {pair.name}: {loss}, weight {weight}, {projector}"
 
 
 def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
