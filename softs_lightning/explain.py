@@ -22,7 +22,16 @@ from softs_lightning.selectors import resolve_module
 from softs_lightning.teacher import Cost
 from softs_lightning.trained import TrainedTeacher
 
-__all__ = ["Examination", "Plan", "Selected", "build_callbacks", "examine", "explain_recipe", "parameters"]
+__all__ = [
+    "Examination",
+    "Plan",
+    "Selected",
+    "build_callbacks",
+    "examine",
+    "explain_recipe",
+    "leave_untrained",
+    "parameters",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,12 @@ def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
     return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
 
 
+def leave_untrained(callback: DistillationCallback) -> None:
+    """Let a teacher that has yet to be trained take part with random weights."""
+    if isinstance(callback.teacher.source, TrainedTeacher):
+        callback.teacher.source = callback.teacher.source.untrained
+
+
 def _batch(recipe: DictConfig) -> Any:
     data: L.LightningDataModule = build(recipe.data, "data")
     data.prepare_data()
@@ -93,9 +108,8 @@ def _batch(recipe: DictConfig) -> Any:
 
 
 def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any) -> Plan:
+    leave_untrained(callback)
     teacher = callback.teacher
-    if isinstance(teacher.source, TrainedTeacher):
-        teacher.source = teacher.source.untrained
     with _refusing(f"{callback.name}, teacher"):
         teacher.place("cpu")
         assert teacher.module is not None
@@ -162,8 +176,9 @@ def _headline(pair: Pair) -> str:
         case str(kind):
             projector = f"projector {kind}"
         case module:
-            projector = f"projector {type(module).__name__}"
-    return f"pair {pair.name}: {loss}, weight {pair.weight:g}, {projector}"
+            projector = f"projector {getattr(module, '__name__', type(module).__name__)}"
+    weight = f"{pair.weight:g}" if isinstance(pair.weight, (int, float)) else repr(pair.weight)
+    return f"pair {pair.name}: {loss}, weight {weight}, {projector}"
 
 
 def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
