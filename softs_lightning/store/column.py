@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 import uuid
@@ -22,10 +23,11 @@ from softs_lightning.store.fingerprint import differences
 from softs_lightning.store.folder import Folder
 from softs_lightning.store.shard import FORMAT, Row, Shard, pack
 
-__all__ = ["DESCRIPTION", "Column", "ColumnKey"]
+__all__ = ["DESCRIPTION", "SHARD", "Column", "ColumnKey"]
 
 DESCRIPTION = "column.json"
-_SUFFIX = ".safetensors"
+SHARD = ".safetensors"
+_REMOTE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ColumnKey:
     @property
     def origin(self) -> dict[str, Any]:
         """Who computed it and from what, apart from which product it is."""
-        return {"teacher": dict(self.teacher), "autocast": self.autocast, "feed": self.feed}
+        return {"teacher": dict(self.teacher), "feed": self.feed}
 
     @property
     def name(self) -> str:
@@ -94,6 +96,7 @@ class Column:
         self.waiting: dict[str, Row] = {}
         self.waiting_nbytes = 0
         self.waiting_since = 0.0
+        self._looked = -math.inf
         self._known: set[str] = set()
         self._places: dict[str, int] = {}
         self._described = False
@@ -121,8 +124,9 @@ class Column:
             DamagedShardError: for a shard that is not what was written.
             SampleChangedError: when two shards hold unlike samples under one id.
         """
+        self._looked = time.monotonic()
         for name in self.folder.names():
-            if not name.endswith(_SUFFIX) or name in self._known:
+            if not name.endswith(SHARD) or name in self._known:
                 continue
             try:
                 shard = Shard(self.folder.map(name), f"{self.folder}/{name}")
@@ -156,7 +160,9 @@ class Column:
         ids = list(ids)
         if all(id in self._places or id in self.waiting for id in ids):
             return []
-        self.refresh()
+        # Listing a remote folder takes long, and not seeing another's shard at once only means computing it too.
+        if self.folder.fs is None or time.monotonic() - self._looked > _REMOTE_SECONDS:
+            self.refresh()
         return [id for id in ids if id not in self._places and id not in self.waiting]
 
     def row(self, id: str, *, recheck: bool = False) -> Row:
@@ -206,7 +212,7 @@ class Column:
         if rows:
             self._describe()
             assert self.facts is not None
-            name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{_SUFFIX}"
+            name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{SHARD}"
             self.folder.write(name, pack(rows, self.facts))
         self.waiting, self.waiting_nbytes = {}, 0
         self.refresh()

@@ -11,6 +11,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,22 +25,35 @@ __all__ = ["Ids", "Samples", "digests", "identify", "named"]
 Ids = str | Callable[[Any], Iterable[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Samples:
-    """The samples of a batch: their ids, what the teacher was called with for each, and which tokens are theirs.
+    """The samples of a batch.
 
     Attributes:
         ids: one a sample.
-        digests: 16 bytes a sample.
-        mask: [samples, tokens], true where a token is no padding; ``None`` where there is no mask.
+        arguments: what the teacher is called with, by name.
+        mask_name: the argument that tells tokens from padding.
     """
 
     ids: list[str]
-    digests: list[bytes]
-    mask: Tensor | None
+    arguments: Mapping[str, Any]
+    mask_name: str | None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[samples, tokens] on the CPU, true where a token is no padding; ``None`` where there is no mask."""
+        found = self.arguments.get(self.mask_name) if self.mask_name is not None else None
+        if isinstance(found, Tensor) and found.ndim == 2 and len(found) == _count(self.arguments):
+            return found.detach().to("cpu") != 0
+        return None
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """16 bytes a sample, see :func:`digests`."""
+        return digests(self.arguments, _count(self.arguments), self.mask)
 
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,22 +83,23 @@ def identify(
         ValueError: when there are more or fewer ids than samples, or an id twice for two unlike samples.
     """
     count = _count(arguments)
-    found = arguments.get(mask) if mask is not None else None
-    tokens = None
-    if isinstance(found, Tensor) and found.ndim == 2 and len(found) == count:
-        tokens = found.detach().to("cpu") != 0
-    contents = digests(arguments, count, tokens)
-    names = [d.hex() for d in contents] if ids == "content" else _read(batch, ids, count, "ids")
+    samples = Samples([], arguments, mask)
+    if ids == "content":
+        names = [digest.hex() for digest in samples.digests]
+    else:
+        names = _read(batch, ids, count, "ids")
     if seed is not None:
         seeds = _read(batch, seed, count, "seeds")
         names = [f"{name}@{number}" for name, number in zip(names, seeds, strict=True)]
-    seen: dict[str, bytes] = {}
-    for name, digest in zip(names, contents, strict=True):
-        if seen.setdefault(name, digest) != digest:
-            raise ValueError(
-                f"two unlike samples of one batch have the id {name!r}: ids must name one sample each"
-            )
-    return Samples(names, contents, tokens)
+    samples.ids = names
+    if len(set(names)) < count:
+        seen: dict[str, bytes] = {}
+        for name, digest in zip(names, samples.digests, strict=True):
+            if seen.setdefault(name, digest) != digest:
+                raise ValueError(
+                    f"two unlike samples of one batch have the id {name!r}: ids must name one sample each"
+                )
+    return samples
 
 
 def _count(arguments: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -41,11 +42,8 @@ def canonical(product_id: str | ProductSpec) -> list[str]:
     >>> canonical("outputs[module.h.3#0|h.5]")
     ['outputs[h.3#0]', 'outputs[h.5]']
     """
-    names = []
-    for kind, item in ProductSpec.parse(product_id):
-        bare = strip_wrappers(item.name) or "."
-        names.append(f"{kind}[{str(item).replace(item.name, bare, 1)}]")
-    return list(dict.fromkeys(names))
+    spec = ProductSpec.parse(product_id)
+    return [f"{kind}[{replace(item, name=strip_wrappers(item.name) or '.')}]" for kind, item in spec]
 
 
 class ProductStore:
@@ -127,42 +125,57 @@ class ProductStore:
         encoding: str | None = None,
         tokens: str | None = None,
         identity: str | None = None,
+        feed: str | None = None,
+        autocast: str | None = None,
     ) -> Column:
         """The one column that fits.
 
         Args:
             product: ``outputs[name]`` or ``inputs[name]``.
-            origin: teacher, autocast and feed; without it the store must leave no choice.
+            origin: teacher and feed; without it the store must leave no choice.
             encoding: its name, or whichever there is.
             tokens: as in :class:`ColumnKey`, or whichever there are.
-            identity: how the digest of the teacher's weights begins, or the identity it was given, where the
-                store holds several teachers.
+            identity: how the digest of the teacher's weights or its identity begins, where there are several teachers.
+            feed: its fingerprint, or whichever there is.
+            autocast: preferred where there are columns with and without.
 
         Raises:
             StoreMismatchError: when none fits, with what differs, or several do.
         """
         self._look()
         keys = {name: column.key for name, column in self._columns.items()}
-        there = {name: key for name, key in keys.items() if key.product == product}
-        if not there:
+        fits = {name: key for name, key in keys.items() if key.product == product}
+        if not fits:
             known = sorted({key.product for key in keys.values()})
             close = nearest(product, known) or known
             raise StoreMismatchError(
-                f"{self.folder} holds no {product}: it has {', '.join(close) or 'nothing yet'}. Compute it with a run that has "
-                "the teacher (mode='write')"
+                f"{self.folder} holds no {product}: it has {', '.join(close) or 'nothing yet'}. Compute it with a run "
+                "that has the teacher (mode='write')"
             )
-        fits = {n: k for n, k in there.items() if origin is None or k.origin == origin}
-        if not fits:
-            raise self.foreign(origin or {}, there.values())
-        fits = {n: k for n, k in fits.items() if identity is None or _identified(k, identity)}
-        fits = {n: k for n, k in fits.items() if encoding is None or k.encoding == encoding}
-        fits = {n: k for n, k in fits.items() if tokens is None or k.tokens == tokens}
-        if len(fits) != 1:
-            listed = "; ".join(_account(key) for key in (fits or there).values())
-            what = "several columns" if fits else "no such column"
-            asked = f" in {encoding}" if encoding else ""
+        if origin is not None:
+            own = {name: key for name, key in fits.items() if key.origin == origin}
+            if not own:
+                raise self.foreign(origin, fits.values())
+            fits = own
+        for what, asked in {
+            "identity": identity,
+            "feed": feed,
+            "encoding": encoding,
+            "tokens": tokens,
+        }.items():
+            chosen = {n: k for n, k in fits.items() if asked is None or _is(k, what, asked)}
+            if not chosen:
+                there = "; ".join(map(_account, fits.values()))
+                raise StoreMismatchError(
+                    f"{self.folder} holds {product}, but with no {what} {asked!r}: there is {there}"
+                )
+            fits = chosen
+        if len(fits) > 1:
+            fits = {n: k for n, k in fits.items() if k.autocast == autocast} or fits
+        if len(fits) > 1:
+            there = "; ".join(map(_account, fits.values()))
             raise StoreMismatchError(
-                f"{self.folder} holds {what} of {product}{asked}: there is {listed}. Choose with encoding= and identity="
+                f"{self.folder} holds several columns of {product}: {there}. Choose with encoding=, feed= or identity="
             )
         return self._columns[next(iter(fits))]
 
@@ -174,16 +187,15 @@ class ProductStore:
         nearest_first = sorted((differences(key.origin, origin) for key in keys), key=len)
         lines = "\n  ".join(nearest_first[0][:8]) if nearest_first else "the store is empty"
         return StoreMismatchError(
-            f"{self.folder} holds products of another origin:\n  {lines}\nUse another folder, or mode='add' to keep both in one"
+            f"{self.folder} holds products of another origin:\n  {lines}\nUse another folder, or mode='add' to keep both "
+            "in one"
         )
 
     def knows(self, origin: Mapping[str, Any]) -> bool:
-        """Whether the store is empty or has a column of this teacher on this feed, under autocast or not."""
+        """Whether the store is empty or has a column of this teacher on this feed."""
         self._look()
         origins = [column.key.origin for column in self._columns.values()]
-        return not origins or any(
-            o["teacher"] == origin["teacher"] and o["feed"] == origin["feed"] for o in origins
-        )
+        return not origins or origin in origins
 
     def open(self, key: ColumnKey) -> Column:
         """The column of this key, begun if it is not there.
@@ -250,8 +262,10 @@ def lacking(where: str, product: str, absent: Sequence[str], known: Sequence[str
     )
 
 
-def _identified(key: ColumnKey, identity: str) -> bool:
-    return any(str(key.teacher.get(name, "")).startswith(identity) for name in ("weights", "identity"))
+def _is(key: ColumnKey, what: str, asked: str) -> bool:
+    if what == "identity":
+        return any(str(key.teacher.get(name, "")).startswith(asked) for name in ("weights", "identity"))
+    return bool(getattr(key, what) == asked)
 
 
 def _account(key: ColumnKey) -> str:
