@@ -18,6 +18,9 @@ from softs_lightning.store.encoding import Parts
 
 __all__ = ["TopK"]
 
+# What stands for the logarithm of no probability at all: zero when exponentiated, finite in a product with zero.
+_LEAST = torch.finfo(torch.float16).min
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -73,12 +76,11 @@ class TopK:
             kept = top.exp().cumsum(-1) - top.exp() < self.mass
         rest = logp.scatter(-1, torch.where(kept, where, where[:, :1]), -math.inf)
         dtype = torch.float16 if self.values == "fp16" else torch.float32
-        top = top.clamp(min=torch.finfo(dtype).min)  # an impossible class among the largest
         wide = value.shape[-1] > 65536
         parts = {
-            "values": top[kept].to(dtype),
+            "values": top[kept].clamp(min=_LEAST).to(dtype),
             "classes": where[kept].to(torch.int32 if wide else torch.uint16),
-            "tail": rest.logsumexp(-1).to(torch.float32),
+            "tail": rest.logsumexp(-1).clamp(min=_LEAST).to(torch.float32),
         }
         if self.mass is not None:
             parts["counts"] = kept.sum(-1).to(torch.int32)
