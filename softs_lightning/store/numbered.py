@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,16 +32,24 @@ class Sample:
 
 
 class _Carrier:
-    """A batch that carries its samples' ids, also to another device and through a worker's queue."""
+    """Mixed into a batch's own class: it carries its samples' ids, to another device and through a worker's queue."""
 
+    __slots__ = ()  # an object of the plain class becomes one of the mixed class, so both are laid out alike
     sample_ids: list[str]
 
-    def to(self, device: Any, non_blocking: bool = False, **options: Any) -> Any:
-        moved = _plain(self, lambda tensor: tensor.to(device, non_blocking=non_blocking, **options))
-        return _carry(moved, self.sample_ids)
+    def to(self, *args: Any, **options: Any) -> Any:
+        plain = _plain(self)
+        if type(plain) in _KINDS:
+            moved = map_tensors(lambda tensor: tensor.to(*args, **options), plain)
+        else:
+            moved = plain.to(*args, **options)
+        return carry(moved, self.sample_ids)
 
-    def pin_memory(self, device: Any = None) -> Any:
-        return _carry(_plain(self, Tensor.pin_memory), self.sample_ids)
+    def pin_memory(self) -> Any:
+        return carry(map_tensors(Tensor.pin_memory, _plain(self)), self.sample_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return carry, (_plain(self), self.sample_ids)
 
 
 class _Dict(_Carrier, dict[Any, Any]):
@@ -57,20 +67,42 @@ class _Tuple(_Carrier, tuple[Any, ...]):
 _KINDS: dict[type, type] = {dict: _Dict, list: _List, tuple: _Tuple}
 
 
-def _plain(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    kind = next(kind for kind in _KINDS if isinstance(batch, kind))
-    return map_tensors(fn, kind(batch))
+@cache
+def _kind(cls: type) -> type:
+    return type(f"Numbered{cls.__name__}", (_Carrier, cls), {})
 
 
-def _carry(batch: Any, ids: Sequence[str]) -> Any:
+def _plain(batch: Any) -> Any:
+    """The batch as the collate function made it."""
+    for kind, own in _KINDS.items():
+        if type(batch) is own:
+            return kind(batch)
+    other = object.__new__(type(batch).__mro__[2])  # behind the mixed class and _Carrier
+    other.__dict__.update({k: v for k, v in batch.__dict__.items() if k != "sample_ids"})
+    return other
+
+
+def carry(batch: Any, ids: Sequence[str]) -> Any:
+    """The batch with the ids beside it.
+
+    Raises:
+        TypeError: for a batch that is neither a dict, a list or a tuple nor an object with attributes and ``.to``.
+    """
     if type(batch) in _KINDS:
         batch = _KINDS[type(batch)](batch)
-    elif isinstance(batch, (Tensor, tuple)) or not hasattr(batch, "__dict__"):
+    elif (
+        isinstance(batch, (Tensor, dict, list, tuple))
+        or not hasattr(batch, "__dict__")
+        or not hasattr(batch, "to")
+    ):
         raise TypeError(
             f"the collate function gave {describe(batch)}, which cannot carry ids beside it: let it give a dict, a list "
             "or a tuple, or use ids='content'"
         )
-    batch.sample_ids = list(ids)
+    else:
+        batch = copy.copy(batch)
+        batch.__class__ = _kind(type(batch))
+    batch.__dict__["sample_ids"] = list(ids)
     return batch
 
 
@@ -128,7 +160,7 @@ class Numbered(Dataset[Any]):
 
     def collate(self, samples: list[Sample]) -> Any:
         """The loader's ``collate_fn``: what the dataset's own makes, with the ids attached."""
-        return _carry(self.collate_fn([sample.item for sample in samples]), [sample.id for sample in samples])
+        return carry(self.collate_fn([sample.item for sample in samples]), [sample.id for sample in samples])
 
 
 def refuse_random(dataset: Any, *, index: int = 0, readings: int = 3) -> None:
