@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import pickle
 import random
@@ -34,7 +33,6 @@ class Sample:
 class _Carrier:
     """Mixed into a batch's own class: it carries its samples' ids, to another device and through a worker's queue."""
 
-    __slots__ = ()  # an object of the plain class becomes one of the mixed class, so both are laid out alike
     sample_ids: list[str]
 
     def to(self, *args: Any, **options: Any) -> Any:
@@ -68,7 +66,7 @@ _KINDS: dict[type, type] = {dict: _Dict, list: _List, tuple: _Tuple}
 
 
 @cache
-def _kind(cls: type) -> type:
+def _kind(cls: Any) -> Any:
     return type(f"Numbered{cls.__name__}", (_Carrier, cls), {})
 
 
@@ -77,8 +75,12 @@ def _plain(batch: Any) -> Any:
     for kind, own in _KINDS.items():
         if type(batch) is own:
             return kind(batch)
-    other = object.__new__(type(batch).__mro__[2])  # behind the mixed class and _Carrier
-    other.__dict__.update({k: v for k, v in batch.__dict__.items() if k != "sample_ids"})
+    return _like(type(batch).__mro__[2], batch)  # behind the mixed class and _Carrier
+
+
+def _like(cls: Any, batch: Any) -> Any:
+    other: Any = object.__new__(cls)
+    other.__dict__.update({name: value for name, value in batch.__dict__.items() if name != "sample_ids"})
     return other
 
 
@@ -100,8 +102,7 @@ def carry(batch: Any, ids: Sequence[str]) -> Any:
             "or a tuple, or use ids='content'"
         )
     else:
-        batch = copy.copy(batch)
-        batch.__class__ = _kind(type(batch))
+        batch = _like(_kind(type(batch)), batch)
     batch.__dict__["sample_ids"] = list(ids)
     return batch
 
