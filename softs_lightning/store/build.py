@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -101,12 +102,12 @@ def build(
         stored.check(spec)
         bar = tqdm(batches, unit="batch", disable=not progress, desc="precompute", dynamic_ncols=True)
         announced = False
-        for batch in bar:
-            began, before = time.monotonic(), stored.computed
+        for number, batch in enumerate(bar, start=1):
+            began = time.monotonic()
             stored.supply(_moved(batch, device), spec)
-            if stored.computed > before and not announced:
+            if stored.computed and not announced:
                 announced = True
-                _announce(stored, bar, time.monotonic() - began, progress)
+                _announce(stored, bar, number, time.monotonic() - began)
             bar.set_postfix(computed=stored.computed, refresh=False)
         stored.commit()
         if not stored.seen:
@@ -125,21 +126,21 @@ def _moved(batch: Any, device: torch.device | str | None) -> Any:
     return transfer_to_device(batch, device)
 
 
-def _announce(stored: StoredTeacher, bar: Any, seconds: float, progress: bool) -> None:
+def _announce(stored: StoredTeacher, bar: Any, number: int, seconds: float) -> None:
     """Say what is to come, from the batch just computed; refuse what will not fit."""
     if bar.total is None:
         return
-    left = bar.total - bar.n
-    nbytes = stored.waiting_nbytes * left
+    left = bar.total - number
+    nbytes = sum(column.added_nbytes for column in stored.columns().values()) * left
     assert stored.store is not None
     free = stored.store.folder.free()
-    text = f"{left:,} batches: at most {readable_size(nbytes)}, about {seconds * left / 60:.1f} minutes"
+    text = f"{left:,} batches to come: about {readable_size(nbytes)} and {seconds * left / 60:.1f} minutes"
     if free is not None and nbytes > free:
         raise StoreFullError(
-            28,
+            errno.ENOSPC,
             f"{text}, and {stored.store.folder} has {readable_size(free)} free: choose a smaller encoding= or another disk",
         )
-    if progress:
+    if not bar.disable:
         bar.write(text + ("" if free is None else f"; {readable_size(free)} free"))
 
 

@@ -95,6 +95,7 @@ class Column:
         self.shards: list[Shard] = []
         self.waiting: dict[str, Row] = {}
         self.waiting_nbytes = 0
+        self.added_nbytes = 0
         self.waiting_since = 0.0
         self._looked = -math.inf
         self._known: set[str] = set()
@@ -195,6 +196,7 @@ class Column:
             self.waiting_since = time.monotonic()
         self.waiting[row.id] = row
         self.waiting_nbytes += row.nbytes
+        self.added_nbytes += row.nbytes
 
     def commit(self) -> int:
         """Write what waits as one shard; when this returns it will survive a kill and a loss of power.

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from softs_lightning.store.errors import DamagedShardError, StoreFullError, StoreReadOnlyError
+from softs_lightning.store.errors import StoreFullError, StoreReadOnlyError
 
 __all__ = ["Folder"]
 
@@ -164,12 +164,13 @@ class Folder:
     def map(self, name: str) -> Any:
         """A file's bytes as a buffer: a memory map, so that only what is touched is read.
 
-        A remote file is fetched whole, once, into the cache. Writing to the buffer changes no file.
+        A remote file is fetched whole, once, into the cache. Writing to the buffer changes no file. As with any
+        memory map, a file that someone shortens while it is mapped ends the process that reads there.
         """
         path = self._at(name) if self.fs is None else self._fetch(name)
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise DamagedShardError(f"{self}/{name} is empty")
+                return bytearray()  # which cannot be mapped
             # A private map: torch wants writable memory, and the file must stay as it is.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -7,7 +7,6 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ class _Carrier:
 
     def to(self, *args: Any, **options: Any) -> Any:
         plain = _plain(self)
-        if type(plain) in _KINDS:
+        if type(plain) in _BUILTIN:
             moved = map_tensors(lambda tensor: tensor.to(*args, **options), plain)
         else:
             moved = plain.to(*args, **options)
@@ -62,17 +61,17 @@ class _Tuple(_Carrier, tuple[Any, ...]):
     pass
 
 
-_KINDS: dict[type, type] = {dict: _Dict, list: _List, tuple: _Tuple}
+_BUILTIN: dict[type, type] = {dict: _Dict, list: _List, tuple: _Tuple}
+_MIXED: dict[type, type] = {}
 
 
-@cache
-def _kind(cls: Any) -> Any:
-    return type(f"Numbered{cls.__name__}", (_Carrier, cls), {})
+def _kind(cls: type) -> type:
+    return _MIXED.setdefault(cls, type(f"Numbered{cls.__name__}", (_Carrier, cls), {}))
 
 
 def _plain(batch: Any) -> Any:
     """The batch as the collate function made it."""
-    for kind, own in _KINDS.items():
+    for kind, own in _BUILTIN.items():
         if type(batch) is own:
             return kind(batch)
     return _like(type(batch).__mro__[2], batch)  # behind the mixed class and _Carrier
@@ -90,8 +89,8 @@ def carry(batch: Any, ids: Sequence[str]) -> Any:
     Raises:
         TypeError: for a batch that is neither a dict, a list or a tuple nor an object with attributes and ``.to``.
     """
-    if type(batch) in _KINDS:
-        batch = _KINDS[type(batch)](batch)
+    if type(batch) in _BUILTIN:
+        batch = _BUILTIN[type(batch)](batch)
     elif (
         isinstance(batch, (Tensor, dict, list, tuple))
         or not hasattr(batch, "__dict__")
