@@ -387,6 +387,13 @@ def test_reading_where_there_is_no_store_is_refused(tmp_path: Path) -> None:
         placed(StoredTeacher(None, tmp_path / "nothing"))
 
 
+def test_a_column_that_has_no_samples_yet_is_said_to_have_none(tmp_path: Path) -> None:
+    fill(tmp_path, tokens(3), "outputs[pool]")
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    with pytest.raises(MissingSampleError, match=r"has no samples of outputs\[pool\] yet"):
+        read(tmp_path, tokens(3), "outputs[pool]")
+
+
 def test_a_loss_that_looks_at_an_absent_teacher_is_told_so(tmp_path: Path) -> None:
     fill(tmp_path, tokens(3))
     teacher = placed(StoredTeacher(None, tmp_path))

@@ -3,8 +3,8 @@
 In the order of reading: :mod:`.folder` a place for files, :mod:`.encoding` and :mod:`.topk` how values
 are kept, :mod:`.shard` a file of samples, :mod:`.column` all samples of one product,
 :mod:`.store` all columns; :mod:`.fingerprint`, :mod:`.samples` and :mod:`.numbered` who is who;
-:mod:`.tokens` padding; :mod:`.teacher` the teacher that looks things up; :mod:`.build`,
-:mod:`.upkeep` and :mod:`.commands` what a user does with a store.
+:mod:`.tokens` padding; :mod:`.rows` from a batch to rows and back; :mod:`.teacher` the teacher that looks
+things up; :mod:`.prefetch`, :mod:`.build`, :mod:`.upkeep` and :mod:`.commands` what a user does with a store.
 
 Names are loaded when they are first used.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
     from softs_lightning.store.numbered import Numbered, refuse_random
+    from softs_lightning.store.prefetch import Prefetch
     from softs_lightning.store.store import ProductStore
     from softs_lightning.store.teacher import StoredTeacher
     from softs_lightning.store.tokens import Kept
@@ -43,6 +44,7 @@ _HOMES = {
     "Kept": "tokens",
     "MissingSampleError": "errors",
     "Numbered": "numbered",
+    "Prefetch": "prefetch",
     "ProductStore": "store",
     "SampleChangedError": "errors",
     "StoreError": "errors",
@@ -66,6 +68,7 @@ __all__ = [
     "Kept",
     "MissingSampleError",
     "Numbered",
+    "Prefetch",
     "ProductStore",
     "SampleChangedError",
     "StoreError",

@@ -233,6 +233,18 @@ class StoredTeacher(Teacher):
         device = self._device or _device(arguments)
         return Restored(spec, {name: value.to(device) for name, value in values.items()})
 
+    def touch(self, batch: Any, spec: ProductSpec) -> int:
+        """Read ahead what the store has of `batch`, for :class:`~softs_lightning.store.Prefetch`; returns how many it found."""
+        columns = [self._column(name) for name in canonical(spec)]
+        arguments = named(*self.arguments(batch))
+        samples = identify(batch, arguments, self.ids, mask=self.mask, seed=self.seed)
+        found = 0
+        for column in columns:
+            absent = set(column.missing(samples.ids))
+            there = [column.row(id) for id in samples.ids if id not in absent]
+            found += len(there)
+        return found
+
     def arguments(self, batch: Any) -> Call:
         """What the teacher is called with for `batch`, or was when its products were computed, as (args, kwargs)."""
         if self._given is not None and self._given[0] is batch:
@@ -244,7 +256,7 @@ class StoredTeacher(Teacher):
                 column.refresh()
             if column.facts is not None:
                 return _recorded(batch, column.facts["arguments"])
-        return _recorded(batch, [])
+        raise MissingSampleError(f"{self.path} has no samples of {', '.join(p for p, _ in self._columns)} yet")
 
     def _column(self, product: str) -> Column:
         """The column of a product: one that is there or, where that may be, a new one."""
