@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,29 @@ except StoreFullError as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "no room for 5,000 bytes" in done.stdout
     assert os.listdir(tmp_path) == ["small"]
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_computed() -> None:
+    """By the permissions of a folder, as a user who is not root."""
+    place = tempfile.mkdtemp()
+    script = f"""
+import os
+from softs_lightning.store.errors import StoreReadOnlyError
+from softs_lightning.store.folder import Folder
+if os.geteuid() == 0:
+    os.setuid(65534)
+for attempt in (Folder({place!r}).refuse_read_only, lambda: Folder({place!r}).write("a", b"1")):
+    try:
+        attempt()
+    except StoreReadOnlyError as error:
+        print(error)
+"""
+    os.chmod(place, 0o555)
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    finally:
+        os.rmdir(place)
+    assert done.stdout.count("cannot be written to (Permission denied): open the store with mode='read'") == 2
 
 
 def test_leftovers_are_those_of_processes_that_are_gone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from softs_lightning.store import (
     StoreFormatError,
     StoreMismatchError,
 )
-from softs_lightning.store.commands import precompute, run
+from softs_lightning.store.commands import options_of, precompute, run
 from softs_lightning.store.shard import Row
 from softs_lightning.store.upkeep import clear, contents, export, verify
 
@@ -310,6 +310,19 @@ def test_a_command_line_that_is_not_understood_is_refused(line: list[str], messa
 def test_help_is_printed(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(line) == 0
     assert "softs-distill store ls PATH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs store=PATH"),
+        (["store="], "needs store=PATH"),
+        (["store=a", "store=b"], "store= is given twice"),
+    ],
+)
+def test_precompute_needs_one_store(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options_of(words)
 
 
 class Data:

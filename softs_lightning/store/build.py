@@ -15,7 +15,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from softs_lightning.product import ProductSpec
 from softs_lightning.store.errors import StoreFullError
-from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.teacher import StoredTeacher
 from softs_lightning.teacher import Teacher
 from softs_lightning.transfer import transfer_to_device
@@ -94,8 +93,8 @@ def build(
         raise ValueError("no product is named, so there is nothing to keep: write 'outputs[name]'")
     if isinstance(teacher, Teacher):
         raise TypeError("build takes the teacher's module or factory, and its options by keyword")
-    refuse_random(getattr(batches, "dataset", None))
     stored = StoredTeacher(teacher, path, **options)
+    stored.inspect(getattr(batches, "dataset", None))
     started = time.monotonic()
     stored.place(device)
     try:

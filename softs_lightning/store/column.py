@@ -141,7 +141,7 @@ class Column:
         number = len(self.shards) << 32
         self.shards.append(shard)
         for index, id in enumerate(shard.ids):
-            # The first shard wins: names begin with the time, so every reader chooses alike.
+            # The first shard counts: names begin with the time, so all who open the store later choose alike.
             place = self._places.setdefault(id, number | index)
             if place != number | index and self._digest(place) != shard.digest(index):
                 raise SampleChangedError(_two_samples(id, self.shards[place >> 32].where, shard.where))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from softs_lightning.store.build import Built
 
-__all__ = ["HELP", "precompute", "run"]
+__all__ = ["HELP", "options_of", "precompute", "run"]
 
 HELP = """\
-usage: softs-distill store ls PATH              what is in a store: products, encodings, samples, size, error
+usage: softs-distill precompute [recipe=NAME] store=PATH [encoding=fp16] [ids=content] [device=cuda] [key=value ...]
+                                  run a recipe's teacher over its training data once; start again to go on
+       softs-distill store ls PATH              what is in a store: products, encodings, samples, size, error
        softs-distill store verify PATH [--repair]
                                   read everything and compare checksums; --repair sets damaged shards aside
        softs-distill store export PATH OUT.tar [PRODUCT ...]
@@ -111,6 +113,31 @@ def _exactly(words: Sequence[str], count: int, name: str) -> None:
         raise ValueError(
             f"'store {name}' takes one PATH, got {' '.join(words)!r}. See softs-distill store --help"
         )
+
+
+def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split the words after ``precompute`` into its own options and what belongs to the recipe.
+
+    Raises:
+        ValueError: without ``store=PATH``, and for an option that is given twice.
+
+    >>> options_of(["recipe=digits", "store=/tmp/s", "encoding=fp16", "data.labels=50"])
+    ({'path': '/tmp/s', 'encoding': 'fp16'}, ['recipe=digits', 'data.labels=50'])
+    """
+    options: dict[str, str] = {}
+    rest = []
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if name not in ("store", "encoding", "ids", "device", "mode"):
+            rest.append(word)
+            continue
+        name = "path" if name == "store" else name
+        if name in options:
+            raise ValueError(f"{word.partition('=')[0]}= is given twice. See softs-distill store --help")
+        options[name] = value
+    if not options.get("path"):
+        raise ValueError("precompute needs store=PATH. See softs-distill store --help")
+    return options, rest
 
 
 def precompute(

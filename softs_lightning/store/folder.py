@@ -161,6 +161,12 @@ class Folder:
                 ) from error
             raise
 
+    def refuse_read_only(self) -> None:
+        """Raise ``StoreReadOnlyError`` if it is known already that nothing can be written here."""
+        if self.fs is None and os.path.isdir(self.path) and not os.access(self.path, os.W_OK | os.X_OK):
+            with self._explained("", 0):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
     def map(self, name: str) -> Any:
         """A file's bytes as a buffer: a memory map, so that only what is touched is read.
 

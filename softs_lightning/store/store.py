@@ -57,7 +57,7 @@ class ProductStore:
 
     Raises:
         StoreFormatError: when there is no store at `path` to be read, or one of another format version.
-        StoreReadOnlyError: when one is to be made where nothing can be written.
+        StoreReadOnlyError: when it is to be written where nothing can be.
 
     >>> import tempfile
     >>> from torch import nn
@@ -83,6 +83,8 @@ class ProductStore:
         self.mode = mode
         self.folder = Folder(path, cache=cache)
         self._columns: dict[str, Column] = {}
+        if mode != "read":
+            self.folder.refuse_read_only()
         if self.folder.has(HEADER):
             _check_version(self.folder)
         elif mode == "read":

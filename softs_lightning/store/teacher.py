@@ -22,6 +22,7 @@ from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
 from softs_lightning.store.errors import MissingSampleError, SampleChangedError
 from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
+from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.restored import Absent, Restored
 from softs_lightning.store.rows import keep, places, put_together
 from softs_lightning.store.samples import Ids, Samples, identify, named
@@ -206,6 +207,15 @@ class StoredTeacher(Teacher):
             "feed": self.feed or None,
         }
 
+    def inspect(self, dataset: Any) -> None:
+        """Refuse a map-style dataset with a random augmentation, unless `seed` tells its variants apart.
+
+        Raises:
+            SampleChangedError: see :func:`~softs_lightning.store.refuse_random`.
+        """
+        if self.seed is None:
+            refuse_random(dataset)
+
     # -- a batch ---------------------------------------------------------------------------------
 
     def supply(self, batch: Any, spec: ProductSpec) -> Capture:
@@ -256,7 +266,9 @@ class StoredTeacher(Teacher):
                 column.refresh()
             if column.facts is not None:
                 return _recorded(batch, column.facts["arguments"])
-        raise MissingSampleError(f"{self.path} has no samples of {', '.join(p for p, _ in self._columns)} yet")
+        raise MissingSampleError(
+            f"{self.path} has no samples of {', '.join(p for p, _ in self._columns)} yet"
+        )
 
     def _column(self, product: str) -> Column:
         """The column of a product: one that is there or, where that may be, a new one."""
