@@ -347,6 +347,55 @@ def test_values_that_are_not_by_sample_are_refused(tmp_path: Path) -> None:
         fill(tmp_path / "two", tokens(3), "outputs[mix]")
 
 
+class Similarity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long() + len(x)
+
+
+@pytest.mark.parametrize("module", [Similarity(), Centred(), Counted()])
+def test_products_that_depend_on_the_rest_of_the_batch_are_refused(tmp_path: Path, module: nn.Module) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(
+        ValueError, match=r"outputs\[\.\] of a sample depends on the other samples of its batch"
+    ):
+        fill(tmp_path, x, "outputs[.]", module)
+    assert ProductStore(tmp_path).columns() == []
+    fill(tmp_path, x, "outputs[.]", module, check="none")  # as the user wishes
+
+
+def test_a_teacher_that_cannot_take_one_sample_says_so(tmp_path: Path) -> None:
+    class Even(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(-1, 2).repeat_interleave(2, 0).reshape(len(x), 2)
+
+    with pytest.raises(ValueError, match="cannot be run on one sample"):
+        fill(tmp_path, torch.ones(4, 1), "outputs[.]", Even())
+
+
+def test_independence_is_proven_once(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    teacher = placed(StoredTeacher(Counting(3, 2), tmp_path, early_exit=False))
+    for x in torch.randn(3, 4, 3):
+        teacher.supply(x, ProductSpec.parse("outputs[.]"))
+    assert (Counting.calls, teacher.computed) == (4, 12)
+
+
 def test_what_an_encoding_cannot_hold_names_the_product_and_the_sample(tmp_path: Path) -> None:
     net = nn.Linear(1, 1, bias=False)
     net.weight.data.fill_(1e6)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from softs_lightning.catcher import Capture
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import nearest
+from softs_lightning.store.alone import refuse_dependent, single
 from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
 from softs_lightning.store.errors import MissingSampleError, SampleChangedError
@@ -55,8 +56,10 @@ class StoredTeacher(Teacher):
             them cannot train on invented numbers.
         keep: keep a share of the tokens only (a number, or :class:`Kept`); use it with ``Pair(mask=teacher.kept)``.
         identity: says who the teacher is, in place of the digest of its weights; without a `source` it selects one.
-        check: compare what the teacher would be called with with what it was called with, for ``"all"`` samples, or
-            ``"none"`` (which saves a copy of the inputs from an accelerator each step). Needless with content ids.
+        check: ``"all"`` compares what the teacher would be called with with what it was called with, for every sample
+            under an id other than its content, and runs one sample alone when it first computes something, to see
+            that products do not depend on the rest of the batch. ``"none"`` leaves both out, and with them a copy of
+            the inputs from an accelerator each step.
         shard_nbytes: what waits in memory is committed when it is so much,
         commit_seconds: or when it has waited so long.
         cache: where remote shards are kept once they were read.
@@ -123,6 +126,7 @@ class StoredTeacher(Teacher):
         self.mask, self.fill = mask, float(fill)
         self.keep = Kept(keep) if isinstance(keep, (int, float)) else keep
         self.identity, self.compares = identity, check == "all" and ids != "content"
+        self.alone = check == "all"
         self.shard_nbytes, self.commit_seconds, self.cache = int(shard_nbytes), float(commit_seconds), cache
         self.seen = self.computed = 0
         self.store: ProductStore | None = None
@@ -131,6 +135,7 @@ class StoredTeacher(Teacher):
         self._columns: dict[tuple[str, str | None], Column] = {}
         self._given: tuple[Any, Call] | None = None
         self._kept: Tensor | None = None
+        self._proven: set[str] = set()
 
     # -- the life of a teacher -------------------------------------------------------------------
 
@@ -160,7 +165,7 @@ class StoredTeacher(Teacher):
             self.commit()
         finally:
             self.store = self._fingerprint = self._device = self._given = self._kept = None
-            self._columns = {}
+            self._columns, self._proven = {}, set()
             super().release()
 
     def commit(self) -> int:
@@ -309,10 +314,29 @@ class StoredTeacher(Teacher):
             for name, column in columns.items():
                 if absent := column.missing(samples.ids):
                     raise MissingSampleError(lacking(self.path, name, absent, column.ids()))
-        captured = super().supply(batch, spec)
-        for name, value in zip(canonical(spec), captured.select(spec), strict=True):
+        values = super().supply(batch, spec).select(spec)
+        if self.alone and len(samples) > 1 and not self._proven.issuperset(canonical(spec)):
+            self._prove_independent(spec, values, len(samples))
+        for name, value in zip(canonical(spec), values, strict=True):
             keep(columns[name], value, samples, arguments=arguments, kept=self.keep)
         self.computed += len(samples)
+
+    def _prove_independent(self, spec: ProductSpec, values: Sequence[Any], count: int) -> None:
+        """Once for each product: run one sample alone, and see that it is what it was in the batch."""
+        assert self._given is not None
+        call, index, marker = self._given[1], count // 2, object()
+        self._given = marker, single(call, count, index)
+        try:
+            alone = super().supply(marker, spec).select(spec)
+        except Exception as error:
+            raise ValueError(
+                f"the teacher cannot be run on one sample of the batch ({error}), which would show whether its products "
+                "depend on the others: check='none' leaves this out"
+            ) from error
+        for name, ours, theirs in zip(canonical(spec), values, alone, strict=True):
+            if isinstance(ours, Tensor) and ours.ndim and len(ours) == count:
+                refuse_dependent(name, ours, theirs, index, lowered=self._autocast() is not None)
+        self._proven.update(canonical(spec))
 
     def _restore(self, column: Column, samples: Samples) -> Tensor:
         rows = [column.row(id) for id in samples.ids]
