@@ -20,7 +20,7 @@ from torch import Tensor
 from softs_lightning.product import describe
 from softs_lightning.transfer import iter_tensors
 
-__all__ = ["Ids", "Samples", "digests", "identify", "named"]
+__all__ = ["Ids", "Samples", "digests", "identify", "named", "recorded"]
 
 Ids = str | Callable[[Any], Iterable[Any]]
 
@@ -63,6 +63,27 @@ def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     {'0': 1, 'scale': 2}
     """
     return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+
+
+def recorded(batch: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that was recorded, made of this batch, where the teacher is not here to say what it takes.
+
+    Raises:
+        KeyError: when the batch lacks one of `names`.
+
+    >>> recorded({"x": 1, "labels": 2}, ["x"]), recorded((3, 4), ["0"])
+    (((), {'x': 1}), ((3,), {}))
+    """
+    inner = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(inner, Mapping):
+        return (inner,), {}
+    absent = [name for name in names if name not in inner]
+    if absent:
+        raise KeyError(
+            f"the teacher was called with {', '.join(map(repr, absent))}, which the batch, {describe(inner)}, does not "
+            "have: pass inputs=lambda batch: ... as when the store was made"
+        )
+    return (), {name: inner[name] for name in names}
 
 
 def identify(

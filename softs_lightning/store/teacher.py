@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softs_lightning.catcher import Capture
-from softs_lightning.product import ProductSpec, describe
+from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import nearest
 from softs_lightning.store.alone import refuse_dependent, single
 from softs_lightning.store.column import Column, ColumnKey
@@ -26,7 +26,7 @@ from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerpr
 from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.restored import Absent, Restored
 from softs_lightning.store.rows import keep, places, put_together
-from softs_lightning.store.samples import Ids, Samples, identify, named
+from softs_lightning.store.samples import Ids, Samples, identify, named, recorded
 from softs_lightning.store.store import Mode, ProductStore, canonical, lacking
 from softs_lightning.store.tokens import Kept
 from softs_lightning.teacher import Cost, Teacher
@@ -270,7 +270,7 @@ class StoredTeacher(Teacher):
             if column.facts is None:
                 column.refresh()
             if column.facts is not None:
-                return _recorded(batch, column.facts["arguments"])
+                return recorded(batch, column.facts["arguments"])
         raise MissingSampleError(
             f"{self.path} has no samples of {', '.join(p for p, _ in self._columns)} yet"
         )
@@ -395,20 +395,6 @@ def _encodings(choice: Encodings) -> dict[str, Encoding]:
     if not isinstance(choice, Mapping):
         return {"": encoding(choice)}
     return {one: encoding(name) for product, name in choice.items() for one in canonical(product)}
-
-
-def _recorded(batch: Any, names: Sequence[str]) -> Call:
-    """The call that was recorded, made of this batch, where the teacher is not here to say what it takes."""
-    inner = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if not isinstance(inner, Mapping):
-        return (inner,), {}
-    absent = [name for name in names if name not in inner]
-    if absent:
-        raise KeyError(
-            f"the teacher was called with {', '.join(map(repr, absent))}, which the batch, {describe(inner)}, does not "
-            "have: pass inputs=lambda batch: ... as when the store was made"
-        )
-    return (), {name: inner[name] for name in names}
 
 
 def _device(arguments: Mapping[str, Any]) -> torch.device:
