@@ -9,6 +9,7 @@ whose state is not restored yet, and joins the training step; ``teardown`` or ``
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,21 +18,21 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from softs_lightning.auxiliary import Auxiliary, weights
+from softs_lightning.auxiliary import Auxiliary, enrol, weights
 from softs_lightning.dryrun import first_batch, rehearse, sizes
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import resolve_spec
-from softs_lightning.step import Distillation, DistilledStep
+from softs_lightning.refusals import refuse
+from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
+from softs_lightning.validation import Validation
 
 __all__ = ["DistillationCallback"]
 
@@ -45,8 +46,15 @@ class DistillationCallback(Callback):
         name: prefix of the logged terms and key of the callback's state; one for each callback.
         task_weight: multiplies the loss that the student's ``training_step`` returns.
         teacher_inputs: ``teacher_inputs(batch)`` gives what the teacher is called with, where its
-            own signature does not say it; see :func:`softs_lightning.teacher.feed`.
+            own signature does not say it; see :func:`softs_lightning.feeding.feed`.
         early_exit: stop the teacher's forward when the last product is captured.
+        teacher_dtype: run the teacher in this floating point type, whatever the precision of the
+            training is; by default the trainer's precision applies to it as to the student.
+        every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
+        manual: for modules with manual optimization: their ``training_step`` adds
+            ``distillation_loss(batch)`` to its own loss.
+        validate: run the teacher on validation batches too, and report there each term as
+            ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
             default the first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
@@ -60,7 +68,7 @@ class DistillationCallback(Callback):
 
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
-            manual optimization, ``dataloader_iter`` steps, strategies other than one device and
+            manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other than one device and
             DDP, no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
@@ -99,30 +107,48 @@ class DistillationCallback(Callback):
         task_weight: float = 1.0,
         teacher_inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
+        teacher_dtype: torch.dtype | str | None = None,
+        every_n_steps: int = 1,
+        manual: bool = False,
+        validate: bool = False,
         example_batch: Any = None,
         copy: bool = False,
         prog_bar: bool = False,
     ) -> None:
         super().__init__()
         self.pairs = _checked_pairs(pairs)
-        if not name or "." in name:
+        if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
         if isinstance(teacher, Teacher):
-            if teacher_inputs is not None or early_exit is not True or copy:
-                raise ValueError("give teacher_inputs, early_exit and copy to the Teacher that you pass")
+            if teacher_inputs is not None or early_exit is not True or copy or teacher_dtype is not None:
+                raise ValueError(
+                    "give teacher_inputs, early_exit, teacher_dtype and copy to the Teacher that you pass"
+                )
             self.teacher = teacher
         else:
-            self.teacher = Teacher(teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy)
+            self.teacher = Teacher(
+                teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy, dtype=teacher_dtype
+            )
         self.name = name
         self.task_weight = float(task_weight)
+        if not math.isfinite(self.task_weight):
+            raise ValueError(f"task_weight must be finite, got {task_weight}")
+        if manual and self.task_weight != 1.0:
+            raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
+        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
+        self.every_n_steps = every_n_steps
+        self.manual = manual
+        self.validate = validate
         self.example_batch = example_batch
         self.prog_bar = prog_bar
         self._open = ExitStack()  # undoes whatever a fit has put in place
         self._bound: nn.ModuleList | None = None
         self._share: Distillation | None = None
-        self._learned: dict[
-            str, Tensor
-        ] = {}  # what the last fit left, for a checkpoint or another fit after it
+        self._validation: Validation | None = None
+        # What training has come to: for a checkpoint, or for another fit of the same module.
+        self._learned: dict[str, Tensor] = {}
+        self._settled = False
         self._learned_with: weakref.ref[LightningModule] | None = None
 
     @property
@@ -139,9 +165,14 @@ class DistillationCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._close()
-        _refuse_trainer(self, trainer, pl_module)
+        self._clear_away(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not self]
+        refuse(self, rivals, trainer, pl_module)
+        _put_before_finders(trainer, self)
         with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+            _AT_WORK.setdefault(pl_module, []).append(self)
+            self._open.callback(_forget, pl_module, self)
             self._open.callback(self.teacher.release)
             self.teacher.place(
                 trainer.strategy.root_device, trainer.precision_plugin.convert_module, student=pl_module
@@ -151,29 +182,28 @@ class DistillationCallback(Callback):
 
     def _make_projectors(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
-            for pair in self.pairs:
-                resolve_spec(pl_module, pair.student)
-            ours, theirs = self._sizes(trainer, pl_module)
+            assert self.teacher.module is not None
+            pairs = [pair.resolve(pl_module, self.teacher.module) for pair in self.pairs]
+            ours, theirs = self._sizes(trainer, pl_module, pairs)
             bound = nn.ModuleList(
-                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in self.pairs
+                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in pairs
             )
             for entry in bound:
                 assert isinstance(entry, BoundPair)
-                assert self.teacher.module is not None
                 entry.bind(pl_module, self.teacher.module)
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
-                Auxiliary.of(pl_module)[self.name] = bound
+                Auxiliary.put(pl_module, self.name, bound)
                 self._open.callback(Auxiliary.remove, pl_module, self.name)
             self._bound = bound
             self._learned_with = weakref.ref(pl_module)
             self._open.callback(self._keep_learned)
 
     def _sizes(
-        self, trainer: Trainer, pl_module: LightningModule
+        self, trainer: Trainer, pl_module: LightningModule, pairs: Sequence[Pair]
     ) -> tuple[dict[str, list[torch.Size]], dict[str, list[torch.Size]]]:
-        measured = [pair for pair in self.pairs if pair.needs_sizes]
+        measured = [pair for pair in pairs if pair.needs_sizes]
         if not measured:
             return {}, {}
         batch = first_batch(trainer) if self.example_batch is None else self.example_batch
@@ -193,7 +223,7 @@ class DistillationCallback(Callback):
         except Exception as error:
             raise MisconfigurationException(
                 f"the dry run that finds the sizes of the projectors of {named} failed: {error}. "
-                "Pass example_batch=, or a module as the projector"
+                "Pass a module as the projector, or example_batch= if it is the batch that does not fit"
             ) from error
 
     # -- the fit --------------------------------------------------------------------------------
@@ -201,20 +231,25 @@ class DistillationCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._closing_on_error():
-            _add_to_optimizer(trainer, self._bound)
-            share = Distillation(
+            enrol(pl_module, trainer.optimizers)
+            share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
                 pl_module,
                 [b for b in self._bound if isinstance(b, BoundPair)],
                 task_weight=self.task_weight,
+                every_n_steps=self.every_n_steps,
+                clock=lambda: (trainer.global_step, trainer.current_epoch),
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
             self._open.callback(share.close)
-            DistilledStep.join(pl_module, share)
+            DistilledStep.join(pl_module, share, needs_every_gradient=_needs_every_gradient(trainer))
             self._open.callback(DistilledStep.leave, pl_module, share)
             self._share = share
+            if self.validate:
+                self._validation = Validation(share)
+                self._open.callback(self._validation.close)
         rank_zero_info(self._account())
 
     def _account(self) -> str:
@@ -222,6 +257,75 @@ class DistillationCallback(Callback):
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
         return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+
+    def distillation_loss(self, batch: Any) -> Tensor:
+        """The weighted sum of the terms, for a ``training_step`` that optimizes manually (``manual=True``).
+
+        Call it after the student's forward, inside ``training_step``: it runs the teacher on `batch`
+        and compares with what the student did since the step began, or since the last call. Where
+        no term is on in this step it is zero.
+
+        Raises:
+            RuntimeError: outside the training step of the fit, or when the callback adds its loss itself.
+
+        Example::
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                loss = self.loss(self(batch[0]), batch[1]) + self.distillation.distillation_loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+        """
+        if not self.manual:
+            raise RuntimeError(
+                "this callback adds its loss by itself; distillation_loss is for manual optimization, with manual=True"
+            )
+        if not isinstance(self._share, ManualDistillation):
+            raise RuntimeError(
+                "distillation_loss(batch) is for the training_step of a fit, and none is running"
+            )
+        return self._share.now(batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(self._share, ManualDistillation) and not self._share.asked:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} optimizes manually and its training_step never called "
+                f"distillation_loss(batch) of the distillation {self.name!r}, so nothing was distilled in this epoch"
+            )
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._validation is not None:
+            self._validation.begin(trainer, batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._validation is not None:
+            self._validation.end(trainer, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation is not None:
+            self._validation.report(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Before callbacks that put an average of the weights in their place: a checkpoint written
+        # from now on holds what training has come to, as those written before do.
+        self._keep_learned()
+        self._settled = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -233,11 +337,23 @@ class DistillationCallback(Callback):
     def _close(self) -> None:
         """Undo everything, in reverse order. Closing twice is harmless."""
         self._open.close()
-        self._share = self._bound = None
+        self._share = self._bound = self._validation = None
+        self._settled = False
 
     def _keep_learned(self) -> None:
-        if self._bound is not None:
+        if self._bound is not None and not self._settled:
             self._learned = weights(self._bound)
+
+    def _clear_away(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what a fit has left that ended without telling its callbacks, or the model this is a copy of."""
+        self._close()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        earlier = callbacks[: callbacks.index(self)]
+        for other in list(_AT_WORK.get(pl_module, [])):
+            if other not in earlier:
+                other._close()
+        if not _AT_WORK.get(pl_module):
+            Auxiliary.discard(pl_module)
 
     def _closing_on_error(self) -> _CloseOnError:
         return _CloseOnError(self._close)
@@ -245,13 +361,38 @@ class DistillationCallback(Callback):
     # -- the callback's state -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        learned = self._learned if self._bound is None else weights(self._bound)
-        return {"projectors": learned} if learned else {}
+        self._keep_learned()
+        return {"projectors": self._learned, "pairs": self._names()} if self._learned else {}
+
+    def _names(self) -> list[str]:
+        return [pair.name for pair in self.pairs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Called for every stage; only a fit has projectors, and it has them by now.
-        if self._bound is not None and "projectors" in state_dict:
-            _load(self._bound, state_dict["projectors"], self.name)
+        if self._bound is None or "projectors" not in state_dict:
+            return
+        if state_dict["pairs"] != self._names():
+            raise MisconfigurationException(
+                f"the checkpoint of the distillation {self.name!r} has the pairs {state_dict['pairs']}, and here they "
+                f"are {self._names()}: their projectors and the optimizer's state would be mixed up. Resume with the "
+                "same pairs in the same order"
+            )
+        _load(self._bound, state_dict["projectors"], self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
+        self._keep_learned()
+        return {
+            **self.__dict__,
+            "_open": None,
+            "_bound": None,
+            "_share": None,
+            "_validation": None,
+            "_learned_with": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=ExitStack(), _settled=False)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -292,42 +433,32 @@ def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     return pairs
 
 
-def _refuse_trainer(callback: DistillationCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Refuse what is known to train wrongly, before anything is built."""
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{type(pl_module).__name__} optimizes manually: its training_step calls backward itself, so a loss added "
-            "to what it returns would train nothing. Use automatic optimization"
-        )
-    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            f"{type(pl_module).__name__}.training_step takes dataloader_iter, so the batch is not known to the "
-            "teacher: take the batch instead"
-        )
-    supported = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
-    if not supported or isinstance(
-        trainer.strategy, DeepSpeedStrategy
-    ):  # which is a DDPStrategy to Lightning
-        raise MisconfigurationException(
-            f"distillation runs on one device and under DDP; {type(trainer.strategy).__name__} would leave projectors "
-            "unsynchronised or unsaved. Use strategy='ddp'"
-        )
+_AT_WORK: weakref.WeakKeyDictionary[LightningModule, list[DistillationCallback]] = weakref.WeakKeyDictionary()
+"""Which callbacks have put something into which student."""
+
+
+def _forget(pl_module: LightningModule, callback: DistillationCallback) -> None:
+    _AT_WORK[pl_module].remove(callback)
+    if not _AT_WORK[pl_module]:
+        del _AT_WORK[pl_module]
+
+
+def _put_before_finders(trainer: Trainer, callback: DistillationCallback) -> None:
+    """Lightning runs its tuners first, inside their ``on_fit_start``: they would tune a training without a teacher."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for other in callbacks:
-        if other is callback:
-            break
-        if isinstance(other, WeightAveraging):
-            raise MisconfigurationException(
-                f"{type(other).__name__} stands before the distillation callback and would copy the student without "
-                "its projectors: place it after"
-            )
-    rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not callback]
-    if any(c.name == callback.name for c in rivals):
-        raise MisconfigurationException(
-            f"two distillation callbacks are named {callback.name!r}: give each a name="
-        )
-    if callback.task_weight != 1.0 and any(c.task_weight != 1.0 for c in rivals):
-        raise MisconfigurationException("two distillation callbacks set task_weight: set it on one of them")
+    finders = [i for i, c in enumerate(callbacks) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
+    if finders and finders[0] < callbacks.index(callback):
+        rest = [c for c in callbacks if c is not callback]
+        rest.insert(finders[0], callback)
+        trainer.callbacks = rest  # type: ignore[attr-defined]
+
+
+def _needs_every_gradient(trainer: Trainer) -> bool:
+    """Whether a trainable parameter without a gradient stops the next step, as DDP does unless told otherwise."""
+    wrapped = trainer.strategy.model
+    return isinstance(wrapped, DistributedDataParallel) and not (
+        wrapped.find_unused_parameters or wrapped.static_graph
+    )
 
 
 def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable[[], None]) -> None:
@@ -350,26 +481,6 @@ def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable
 
     pl_module.__dict__["configure_model"] = configure_model
     undo.callback(restore)
-
-
-def _add_to_optimizer(trainer: Trainer, bound: nn.Module) -> None:
-    """See that each trainable parameter of the projectors is in exactly one optimizer group."""
-    parameters = [p for p in bound.parameters() if p.requires_grad]
-    if not parameters:
-        return
-    optimizers = trainer.optimizers
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if not groups:
-        raise MisconfigurationException(
-            "configure_optimizers returned no optimizer, so nothing would train the projectors"
-        )
-    for parameter in parameters:
-        holders = sum(any(p is parameter for p in group["params"]) for group in groups)
-        if holders > 1:
-            raise MisconfigurationException("a projector's parameter is in several optimizer groups")
-        if holders == 0:
-            # Extending a group, not adding one: most schedulers fail or go wrong on a new group.
-            groups[0]["params"].append(parameter)
 
 
 def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:

@@ -1,8 +1,7 @@
 """ModelIOCatcher: capture what named modules take and return, and stop the forward once it is complete.
 
-In the order of reading: :class:`Capture` is the buffer a session fills, ``_Session`` what is asked
-in one ``with`` block, ``_InputTap`` and ``_OutputTap`` the hooks, :class:`ModelIOCatcher` the
-public object that arms them.
+In the order of reading: ``_Session`` is what one ``with`` block asks for, ``_InputTap`` and
+``_OutputTap`` are the hooks, :class:`ModelIOCatcher` is the public object that arms them.
 
 Where hooks go: on first arming, on the modules that the session names, and there they stay
 until ``detach_hooks()``; an idle hook is one attribute check. Hooks always return ``None``: with
@@ -11,25 +10,29 @@ capture on, the model's output is bit-identical.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from softs_lightning.product import Item, Kind, ProductSpec, describe, parse_io_spec, take
+from softs_lightning.caches import without_caches
+from softs_lightning.capture import Capture
+from softs_lightning.product import Item, Kind, ProductSpec, parse_io_spec
 from softs_lightning.selectors import Target, resolve_module, resolve_spec
+from softs_lightning.taps import Tap, has_compiled
 from softs_lightning.transfer import iter_tensors, map_tensors, transfer_to_device
 
 __all__ = ["Capture", "ModelIOCatcher", "OverwrittenWarning", "parse_io_spec", "transfer_to_device"]
 
 Key = tuple[str, Kind]
+
+_OPENING = threading.Lock()  # threads may share a catcher by mistake, and must then be told
 
 
 class OverwrittenWarning(UserWarning):
@@ -44,116 +47,37 @@ class _StopForward(BaseException):
         self.session = session
 
 
-class Capture(dict[str, dict[str, list[Any]]]):
-    """The buffer of one session: ``buf[name]["inputs"]`` and ``buf[name]["outputs"]`` are lists.
-
-    One entry a call of the module: ``{"args": tuple, "kwargs": dict}`` for inputs, the return value
-    for outputs. Only the kinds that were asked for are there; a module that did not run has an empty list.
-
-    Attributes:
-        spec: what the session was armed with.
-        stopped_at: the module at which the last forward was cut short, ``None`` if it ran to its end.
-    """
-
-    def __init__(self, spec: ProductSpec, modules: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self.spec = spec
-        self.modules = modules
-        self.stopped_at: str | None = None
-        for kind, item in spec:
-            self.setdefault(item.name, {})[kind] = []
-
-    def select(self, product_id: str | ProductSpec | None = None) -> list[Any]:
-        """The values that a product_id names, after exactly one forward: inputs first, each section in order.
-
-        Args:
-            product_id: by default what the session was armed with.
-
-        Raises:
-            LookupError: when a module did not run, ran several times and the product_id does not say
-                which call (``name!0`` is the first), or when a pick (``name#0``) finds nothing.
-
-        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> with ModelIOCatcher(net).for_product("outputs[0]", early_exit=False) as buf:
-        ...     _ = net(torch.ones(1, 2))
-        >>> buf.select()[0] is buf["0"]["outputs"][0]
-        True
-        """
-        spec = self.spec if product_id is None else ProductSpec.parse(product_id)
-        return [self._value(kind, item) for kind, item in spec]
-
-    def _value(self, kind: Kind, item: Item) -> Any:
-        what = f"{kind}[{item}]"
-        entries = self.get(item.name, {}).get(kind)
-        if entries is None:
-            raise LookupError(f"{what} was not asked of this session, which captured {self.spec}")
-        if not entries:
-            raise LookupError(f"{what} was not captured: the module {item.name!r} never ran in this forward")
-        if item.call is None and len(entries) > 1:
-            raise LookupError(
-                f"{what} is ambiguous: {item.name!r} ran {len(entries)} times. "
-                f"Say which call: {item.name}!0 is the first, {item.name}!{len(entries) - 1} the last"
-            )
-        if (item.call or 0) >= len(entries):
-            raise LookupError(f"{what} was not captured: {item.name!r} ran only {len(entries)} times")
-        entry = entries[item.call or 0]
-        try:
-            return self._input(item, entry) if kind == "inputs" else take(entry, item.pick)
-        except LookupError as error:
-            raise LookupError(f"{what}: {error.args[0]}") from None
-
-    def _input(self, item: Item, entry: dict[str, Any]) -> Any:
-        args, kwargs = entry["args"], entry["kwargs"]
-        if item.pick:
-            first, rest = item.pick[0], item.pick[1:]
-            if isinstance(first, str) and first not in kwargs:
-                first = _position(self.modules[item.name], first)
-            try:
-                return take(kwargs[first] if isinstance(first, str) else args[first], rest)
-            except (IndexError, KeyError):
-                pass
-        elif len(args) + len(kwargs) == 1:
-            return next(iter([*args, *kwargs.values()]))
-        given = [f"#{i} is {describe(v)}" for i, v in enumerate(args)]
-        given += [f"#{k} is {describe(v)}" for k, v in kwargs.items()]
-        raise LookupError(f"choose one of its arguments: {'; '.join(given) or 'it was called with none'}")
-
-
-def _position(module: nn.Module, name: str) -> int | str:
-    """Where `name` stands among the positional parameters of ``module.forward``, or `name` itself."""
-    code = getattr(getattr(module.forward, "__func__", module.forward), "__code__", None)
-    names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
-    return names.index(name) if name in names else name
-
-
 class _Session:
     """What one ``with`` block asks for, and the forward that is running under it."""
 
     def __init__(
         self,
         spec: ProductSpec,
-        targets: dict[str, Target],
+        buffer: Capture,
         device: torch.device | None,
         early_exit: bool,
         copy: bool,
     ) -> None:
-        self.buffer = Capture(spec, {name: target.module for name, target in targets.items()})
-        self.targets = targets
+        self.buffer = buffer
         self.device = device
         self.early_exit = early_exit
         self.copy = copy
         self.thread = threading.get_ident()
+        self.taps: list[_Tap] = []
         self.running = False
         self.stopped = False
         self.budget: dict[Key, int] = {}
-        self._versions: list[tuple[Key, Tensor, int]] = []
-        self._needed: dict[Key, int] = {}
+        # Weak: whoever empties the buffer's lists while the session lasts wants the memory back.
+        self._versions: list[tuple[Key, ref[Tensor], int]] = []
+        self.seen = 0
+        self.needed: dict[Key, int] = {}
         for kind, item in spec:
             key = (item.name, kind)
-            self._needed[key] = max(self._needed.get(key, 1), (item.call or 0) + 1)
+            self.needed[key] = max(self.needed.get(key, 1), (item.call or 0) + 1)
 
     def begin(self) -> None:
-        self.running, self.stopped, self.budget = True, False, dict(self._needed)
+        self.running, self.stopped, self.budget = True, False, dict(self.needed)
+        self.seen = len(self._versions)
         self.buffer.stopped_at = None
 
     def deliver(self, keys: Sequence[Key], value: Any) -> None:
@@ -162,22 +86,31 @@ class _Session:
             return  # another thread's forward, or activation checkpointing recomputing in backward
         if self.early_exit and not self.running:
             raise RuntimeError(
-                "this session exits early, so the forward must be driven by catcher.run(...); "
+                "this session exits early, so the forward must be driven by run() of the catcher that opened it; "
                 "to call the model itself, open the session with early_exit=False"
             )
-        kept = map_tensors(Tensor.clone, value) if self.copy else value
-        kept = transfer_to_device(kept, self.device)
-        own = {id(tensor) for tensor in iter_tensors(value)}
-        in_place = [t for t in iter_tensors(kept) if id(t) in own and not t.is_inference()]
-        for name, kind in keys:
-            self.buffer[name][kind].append(kept)
-            self._versions += [((name, kind), tensor, tensor._version) for tensor in in_place]
-            if self.running:
-                self._count((name, kind))
+        kept = self._keep(value)
+        watched: list[tuple[ref[Tensor], int]] = []
+        if not self.copy:
+            own = None if kept is value else {id(tensor) for tensor in iter_tensors(value)}
+            for tensor in iter_tensors(kept):
+                if (own is None or id(tensor) in own) and not tensor.is_inference():
+                    watched.append((ref(tensor), tensor._version))
+        for key in keys:
+            self.buffer[key[0]][key[1]].append(kept)
+            self._versions += [(key, tensor, version) for tensor, version in watched]
+            self._count(key)
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
             self.buffer.stopped_at = keys[-1][0]
             raise _StopForward(self)
+
+    def _keep(self, value: Any) -> Any:
+        kept = transfer_to_device(value, self.device)
+        if not self.copy:
+            return kept
+        own = {id(tensor) for tensor in iter_tensors(value)}
+        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in own else tensor, kept)
 
     def _count(self, key: Key) -> None:
         if self.budget.get(key, 0) > 1:
@@ -185,61 +118,52 @@ class _Session:
         else:
             self.budget.pop(key, None)
 
-    def overwritten(self) -> list[str]:
-        """What the model changed in place after it was captured; each is named once."""
-        changed = [key for key, tensor, version in self._versions if tensor._version != version]
-        self._versions = [(k, t, v) for k, t, v in self._versions if k not in changed]
-        return [f"{kind}[{name}]" for name, kind in dict.fromkeys(changed)]
+    def warn_overwritten(self, *, since: int = 0) -> None:
+        """Warn of what the model changed in place after it was captured; each is named once."""
+        held = [(key, tensor(), version) for key, tensor, version in self._versions[since:]]
+        changed = {key for key, tensor, version in held if tensor is not None and tensor._version != version}
+        if not changed:
+            return
+        self._versions = [entry for entry in self._versions if entry[0] not in changed]
+        warnings.warn(
+            f"{', '.join(f'{kind}[{name}]' for name, kind in self.needed if (name, kind) in changed)} changed after "
+            "capture: the model wrote into it in place (an in-place ReLU, an in-place addition), so the buffer holds "
+            "the later value. Pass copy=True to keep the value at capture, or capture the module that does the writing.",
+            OverwrittenWarning,
+            stacklevel=3,
+        )
 
-    def warn_overwritten(self) -> None:
-        if changed := self.overwritten():
-            warnings.warn(
-                f"{', '.join(changed)} changed after capture: the model wrote into it in place (an in-place ReLU, "
-                "an in-place addition), so the buffer holds the later value. Pass copy=True to keep the value at "
-                "capture, or capture the module that does the writing.",
-                OverwrittenWarning,
-                stacklevel=3,
-            )
 
+class _Tap(Tap):
+    """A hook that delivers to the session it is armed for."""
 
-class _Tap:
-    """A hook on one module. Copies of a hooked model get taps of their own, which nobody arms."""
+    session: _Session | None = None
+    keys: Sequence[Key] = ()
 
-    def __init__(self) -> None:
-        self.armed = False
-        self.session: _Session | None = None
-        self.keys: list[Key] = []
-
-    def arm(self, session: _Session, key: Key) -> None:
-        if _dynamo_loaded() and "deliver" not in self.__dict__:
-            # Compiled code may check whether to deliver, but must not trace into the buffer.
-            disable: Callable[..., Any] = torch.compiler.disable
-            self.__dict__["deliver"] = disable(self._deliver)
+    def watch(self, session: _Session, key: Key) -> None:
         if self.session is not session:
             self.session, self.keys = session, []
-        self.keys.append(key)
-        self.armed = True
+            session.taps.append(self)
+        self.keys = [*self.keys, key]
+        self.arm()
 
     def disarm(self) -> None:
-        self.armed, self.session, self.keys = False, None, []
+        super().disarm()
+        self.session, self.keys = None, ()
 
-    def _deliver(self, value: Any) -> None:
+    def _deliver(self, *what: Any) -> None:
         if self.session is not None:
-            self.session.deliver(self.keys, value)
-
-    deliver: Callable[..., None] = _deliver
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tap:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+            self.session.deliver(self.keys, *what)
 
 
 class _InputTap(_Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.armed:
-            self.deliver({"args": args, "kwargs": dict(kwargs)})
+            self.deliver(args, kwargs)
+
+    def _deliver(self, *what: Any) -> None:
+        args, kwargs = without_caches(*what)
+        super()._deliver({"args": args, "kwargs": kwargs})
 
 
 class _OutputTap(_Tap):
@@ -258,10 +182,12 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         attach: ``"armed"`` puts a hook on a module when a session first asks for it, ``"all"`` puts
             both hooks on every submodule at once. A model that contains a compiled module gets
             ``"all"``: compiled code does not see hooks that are added later.
-        copy: keep copies of what is captured, safe from later in-place writes of the model.
+        copy: keep copies of the tensors captured, safe from later in-place writes of the model.
 
-    A session belongs to the thread that opened it: forwards of other threads are not captured.
-    One catcher has one session at a time; two catchers may watch one model at once.
+    A session belongs to the thread that opened it, and records every call of its modules there, also
+    in a forward that another catcher drives. Forwards of other threads, and what runs while autograd
+    goes backward (activation checkpointing computes again there), are not captured. One catcher has
+    one session at a time; two catchers may watch one model at once.
 
     Raises:
         KeyError: for an unknown module, with the nearest names, when a session is armed.
@@ -296,6 +222,11 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if attach not in ("armed", "all"):
             raise ValueError(f"attach must be 'armed' or 'all', got {attach!r}")
+        if any(isinstance(m, nn.DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
+            raise RuntimeError(
+                "DataParallel runs its replicas in threads, and each would deliver a part of the batch: "
+                "use DistributedDataParallel, or give the catcher the module inside"
+            )
         self.model = model
         self.device = None if device is None else torch.device(device)
         self.copy = copy
@@ -303,16 +234,31 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         self._everywhere = attach == "all"
         self._taps: WeakKeyDictionary[nn.Module, dict[Kind, tuple[_Tap, Any]]] = WeakKeyDictionary()
         self._targets: dict[str, Target] = {}
-        self._pending: tuple[ProductSpec, bool] | None = None
+        self._resolved: dict[ProductSpec, ProductSpec] = {}
+        self._pending: tuple[ProductSpec, bool, int] | None = None
         self._session: _Session | None = None
         self.attach_hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks stand on modules: a copy of a catcher places its own, on the model copied with it.
+        return {
+            **self.__dict__,
+            "_taps": None,
+            "_targets": {},
+            "_resolved": {},
+            "_pending": None,
+            "_session": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _taps=WeakKeyDictionary())
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def attach_hooks(self) -> None:
         """Let sessions place hooks (the state after construction). Calling it again changes nothing."""
         self.attached = True
-        if self._everywhere or _has_compiled(self.model):
+        if self._everywhere or has_compiled(self.model):
             for module in self.model.modules():
                 for kind in ("inputs", "outputs"):
                     self._tap(module, kind)
@@ -376,55 +322,75 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             raise ValueError(
                 "this selects nothing to capture: name a module, as in 'outputs[model.layers.0]'"
             )
-        spec = resolve_spec(self.model, spec) if self._is_new(spec) else spec
-        for _, item in spec:
-            self._target(item.name)
-        self._pending = spec, early_exit
+        if spec.saved:
+            raise ValueError(
+                f"{ProductSpec(saved=spec.saved)} names what a program saves, which is no module: "
+                "it needs a Teacher(program=...)"
+            )
+        self._pending = self._resolve(spec), early_exit, threading.get_ident()
         return self
 
-    def _is_new(self, spec: ProductSpec) -> bool:
-        return any(item.name not in self._targets for _, item in spec)
+    def _resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` in names of modules; selectors are looked up again when a module they found was replaced."""
+        known = self._resolved.get(spec)
+        if known is None or not all(self._is_current(item.name) for _, item in known):
+            known = self._resolved[spec] = resolve_spec(self.model, spec)
+            for _, item in known:
+                self._target(item.name)
+        return known
+
+    def _is_current(self, name: str) -> bool:
+        target = self._targets.get(name)
+        return target is not None and _still_there(self.model, target)
 
     def _target(self, name: str) -> Target:
         """The module under `name` now: a layer that was replaced since is found again."""
-        target = self._targets.get(name)
-        if target is None or not _still_there(self.model, target):
-            target = self._targets[name] = resolve_module(self.model, name)
-        return target
+        if not self._is_current(name):
+            self._targets[name] = resolve_module(self.model, name)
+        return self._targets[name]
 
     def __enter__(self) -> Capture:
-        if self._session is not None:
-            where = (
-                "in another thread" if self._session.thread != threading.get_ident() else "around this one"
-            )
+        pending, self._pending = self._pending, None
+        if pending is None or pending[2] != threading.get_ident():
             raise RuntimeError(
-                f"this catcher has a session open {where}, and one at a time is what a catcher has: "
-                "make a second ModelIOCatcher on the model"
-            )
-        if self._pending is None:
-            raise RuntimeError(
-                "nothing is armed: write `with catcher.for_product(...)` or `with catcher(...)`"
+                "nothing is armed in this thread: write `with catcher.for_product(...)` or `with catcher(...)`, "
+                "and give each thread a catcher of its own"
             )
         if not self.attached:
             raise RuntimeError("the hooks were detached: call attach_hooks() first")
-        (spec, early_exit), self._pending = self._pending, None
+        if not self._taps:
+            self.attach_hooks()  # the model may have been compiled, or this catcher copied, since
+        spec, early_exit, _ = pending
         targets = {item.name: self._target(item.name) for _, item in spec}
-        session = _Session(spec, targets, self.device, early_exit, self.copy)
-        for key in dict.fromkeys((item.name, kind) for kind, item in spec):
-            self._tap(targets[key[0]].module, key[1]).arm(session, key)
-        self._session = session
+        buffer = Capture(spec, {name: target.module for name, target in targets.items()}, _weakly(self))
+        session = _Session(spec, buffer, self.device, early_exit, self.copy)
+        with _OPENING:
+            if self._session is not None:
+                where = "around this one" if self._session.thread == session.thread else "in another thread"
+                raise RuntimeError(
+                    f"this catcher has a session open {where}, and one at a time is what a catcher has: "
+                    "make a second ModelIOCatcher on the model"
+                )
+            self._session = session
+        try:
+            for name, kind in session.needed:
+                self._tap(targets[name].module, kind).watch(session, (name, kind))
+        except BaseException:
+            self._close()
+            raise
         return session.buffer
+
+    def _close(self) -> None:
+        session, self._session = self._session, None
+        for tap in session.taps if session is not None else ():
+            tap.disarm()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        session, self._session = self._session, None
-        if session is None:
-            return
-        for target in session.targets.values():
-            for tap, _ in self._taps.get(target.module, {}).values():
-                tap.disarm()
-        if error is None:
+        session = self._session
+        self._close()
+        if session is not None and error is None:
             session.warn_overwritten()
 
     # -- forwards ------------------------------------------------------------------------------
@@ -461,33 +427,39 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
                 "the model swallowed the signal that stops its forward (a bare `except:` or `except BaseException`), "
                 "so its output is not to be trusted: open the session with early_exit=False"
             )
-        if session.budget and _has_compiled(self.model):
+        if session.budget and has_compiled(self.model):
             missed = ", ".join(f"{kind}[{name}]" for name, kind in session.budget)
             raise RuntimeError(
                 f"{missed} never fired in a compiled model: compiled code does not see hooks that are added after its "
                 "first call. Make the catcher before that call, or call torch.compiler.reset() and run again"
             )
-        session.warn_overwritten()
+        session.warn_overwritten(since=session.seen)
         return output
 
 
 def _item(name: str) -> Item:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a module is given by its name, got {type(name).__name__}: dict(model.named_modules()) has the names"
+        )
     return Item.parse(name or ".")
 
 
+def _weakly(catcher: ModelIOCatcher) -> Callable[[ProductSpec], ProductSpec]:
+    """How a buffer reads selectors: through its catcher, which it must not keep alive."""
+    weak = ref(catcher)
+
+    def resolve(spec: ProductSpec) -> ProductSpec:
+        alive = weak()
+        return spec if alive is None else alive._resolve(spec)
+
+    return resolve
+
+
 def _still_there(model: nn.Module, target: Target) -> bool:
-    try:
-        return model.get_submodule(target.path) is target.module
-    except AttributeError:
-        return False
-
-
-def _dynamo_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    if not _dynamo_loaded():
-        return False
-    wrapped = sys.modules["torch._dynamo"].OptimizedModule
-    return any(isinstance(m, wrapped) or m._compiled_call_impl is not None for m in model.modules())
+    module: nn.Module | None = model
+    for part in target.path.split(".") if target.path else ():
+        if module is None or part not in module._modules:
+            return False
+        module = module._modules[part]
+    return module is target.module

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,37 +32,92 @@ def rehearse(
 ) -> Capture:
     """Run the training step of a copy of `student` on `batch` and capture `spec`.
 
+    An exception that comes after everything was captured (a scheduler that does not exist yet,
+    say) does not matter here; if it is real, the first training step will meet it.
+
     Args:
-        student: left as it is; must survive ``copy.deepcopy``.
+        student: left as it is. What cannot be copied (a lock, an open file) its copy shares.
         batch: as a dataloader gives it.
         spec: product_ids named from the student.
         trainer: the trainer whose precision, device and batch hooks apply; without one the batch
             is used as it is, in full precision.
 
     Returns:
-        the filled buffer; its tensors are detached from nothing, so drop it when it has been read.
+        the filled buffer; its tensors hang on the graph of the copy, so drop it when it has been read.
     """
     with isolate_rng(include_cuda=torch.cuda.is_available()), torch.enable_grad():
-        twin = copy.deepcopy(student).train()
+        shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
+        twin = _twin(student, shared).train()
+        twin._trainer = trainer
         _silence(twin)
         forward: Any = nullcontext()
         if trainer is not None:
-            twin._trainer = trainer
             device = trainer.strategy.root_device
             trainer.precision_plugin.convert_module(twin.to(device))  # in place
             batch = student._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
             batch = trainer.strategy.batch_to_device(batch, device)
             forward = trainer.precision_plugin.forward_context()
         with forward, ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
-            twin.training_step(*_step_arguments(student, batch))
+            try:
+                twin.training_step(*_step_arguments(student, batch))
+            except Exception:
+                if not all(captured[item.name][kind] for kind, item in spec):
+                    raise
     return captured
 
 
+def _twin(student: LightningModule, shared: Sequence[Any]) -> LightningModule:
+    """A copy of `student`. The objects of `shared`, which it may refer to, are not copied."""
+    memo = {id(thing): thing for thing in shared}
+    try:
+        return copy.deepcopy(student, dict(memo))
+    except Exception:
+        for module in student.modules():
+            for value in vars(module).values():
+                if not isinstance(value, nn.Module):
+                    _note_uncopyable(value, memo)
+        return copy.deepcopy(student, memo)
+
+
+def _note_uncopyable(value: Any, memo: dict[int, Any]) -> None:
+    """Have deepcopy share `value`, or what inside it stands in the way, if it cannot be copied."""
+    if isinstance(value, (dict, list, tuple)) and value:
+        for inner in value.values() if isinstance(value, dict) else value:
+            _note_uncopyable(inner, memo)
+    elif isinstance(value, Tensor) and not value.is_leaf:
+        memo[id(value)] = value.detach().clone()
+    else:
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            memo[id(value)] = value
+
+
 def _silence(twin: LightningModule) -> None:
+    """Nothing of the copy's step may reach the trainer: it has no loop that could log, nor optimizers."""
+
     def ignore(*args: Any, **kwargs: Any) -> None:
-        """The dry run has no loop that could log."""
+        """The dry run drops it."""
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     twin.__dict__.update(log=ignore, log_dict=ignore)
+    if not twin.automatic_optimization and twin._trainer is not None:
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(twin)
+        plain = [config.scheduler for config in schedulers]
+        twin.__dict__.update(
+            optimizers=lambda use_pl_optimizer=True: _one_or_all(optimizers),
+            lr_schedulers=lambda: _one_or_all(plain) if plain else None,
+            manual_backward=backward,
+            toggle_optimizer=ignore,
+            untoggle_optimizer=ignore,
+            clip_gradients=ignore,
+        )
+
+
+def _one_or_all(things: list[Any]) -> Any:
+    return things[0] if len(things) == 1 else things
 
 
 def _step_arguments(student: LightningModule, batch: Any) -> tuple[Any, ...]:

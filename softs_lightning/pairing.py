@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from softs_lightning.product import ProductSpec, describe
+from softs_lightning.projectors import PROJECTORS, ProjectorFactory
+from softs_lightning.schedules import Constant, Schedule, as_schedule
+from softs_lightning.selectors import has_selector, resolve_spec
 
 __all__ = ["BoundPair", "Loss", "Mask", "Pair"]
+
+METRICS = ("agreement", "kl", "cosine", "cka")
+"""What can be reported of a pair on validation batches, see :mod:`softs_lightning.metrics`."""
 
 Loss = Callable[..., Tensor]
 Mask = bool | str | Callable[[Any], Tensor | None]
@@ -33,15 +38,23 @@ class Pair:
             function. One that takes ``mask`` or ``batch`` gets them by keyword, one with a method
             ``bind(student, teacher)`` is shown both models before training. Both sides arrive in
             float32 at least, outside autocast.
-        weight: multiplies the term.
-        projector: applied to the student's activation first: ``None``, ``"linear"`` (an
-            ``nn.Linear`` over the last dimension for each pair of activations, sizes found by a dry
-            run) or a module, which is copied and serves all activations of the pair. It trains with
-            the student and stays out of its checkpoints.
+        weight: multiplies the term: a number, or a function of the step or the epoch
+            (:mod:`softs_lightning.schedules`). A schedule that gives 0 turns the term off for that step;
+            the number 0 only reports it.
+        projector: applied to the student's activation first: ``None``; a name of
+            :mod:`softs_lightning.projectors`, such as ``"linear"``, or a function ``(student_shape,
+            teacher_shape) -> module``, which make one for each pair of activations, their shapes
+            found by a dry run; or a module, which is copied and serves all activations of the pair.
+            It trains with the student and stays out of its checkpoints.
         name: what the term is logged as; by default the student's product_id without its brackets.
         mask: which tokens count, for losses that take a mask: ``True`` takes the batch's
             ``attention_mask`` where its shape is that of the activation but for the last dimension,
             a string another key, a function is given the batch, ``False`` masks nothing.
+        schedules: attributes of the loss that follow a schedule, as in
+            ``{"temperature": Linear(8, 1, over=1000)}``.
+        metrics: what a callback with ``validate=True`` reports beside the term: any of
+            ``"agreement"``, ``"kl"`` (for logits), ``"cosine"``, ``"cka"``. By default cosine and CKA
+            where the shapes allow them, and for a loss with a temperature all four.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast.
@@ -61,17 +74,21 @@ class Pair:
         teacher: str | ProductSpec,
         student: str | ProductSpec,
         loss: Loss,
-        weight: float = 1.0,
-        projector: Literal["linear"] | nn.Module | None = None,
+        weight: float | Schedule = 1.0,
+        projector: str | nn.Module | ProjectorFactory | None = None,
         name: str | None = None,
         mask: Mask = True,
+        schedules: Mapping[str, float | Schedule] | None = None,
+        metrics: Sequence[str] | None = None,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
         self.loss = loss
-        self.weight = float(weight)
+        self.weight = weight
         self.projector = projector
         self.mask = mask
+        self.schedules = dict(schedules or {})
+        self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
 
@@ -79,32 +96,87 @@ class Pair:
         for side, spec in (("teacher", self.teacher), ("student", self.student)):
             if not spec:
                 raise ValueError(f"the {side}'s product_id of a pair selects nothing: write 'outputs[name]'")
-        if len(self.teacher) != len(self.student):
-            raise ValueError(
-                f"pair {self.name!r}: the teacher's {str(self.teacher)!r} selects {len(self.teacher)} activations, "
-                f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
-            )
+        if not any(has_selector(spec) for spec in (self.teacher, self.student)):
+            self._validate_count()  # what selectors mean is known when the models are
         if isinstance(self.loss, type) or not callable(self.loss):
             raise TypeError(
                 f"pair {self.name!r}: loss must be callable as loss(student, teacher), got {self.loss!r}"
                 + (", a class: make an instance of it" if isinstance(self.loss, type) else "")
             )
-        if not math.isfinite(self.weight):
-            raise ValueError(f"pair {self.name!r}: weight must be finite, got {self.weight}")
-        known = self.projector is None or self.projector == "linear" or isinstance(self.projector, nn.Module)
-        if not known:
-            raise TypeError(
-                f"pair {self.name!r}: projector must be None, 'linear' or a torch.nn.Module, got {self.projector!r}"
-            )
+        as_schedule(self.weight, f"pair {self.name!r}: weight")
+        for attribute, schedule in self.schedules.items():
+            as_schedule(schedule, f"pair {self.name!r}: {attribute}")
+            if not hasattr(self.loss, attribute):
+                has = ", ".join(
+                    sorted(
+                        k for k, v in vars(self.loss).items() if isinstance(v, (int, float)) and k[0] != "_"
+                    )
+                )
+                raise ValueError(
+                    f"pair {self.name!r}: the loss {type(self.loss).__name__} has no attribute {attribute!r} that could "
+                    f"follow a schedule; it has {has or 'none'}"
+                )
+        self._validate_projector()
+        self._validate_metrics()
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
             )
 
+    def _validate_metrics(self) -> None:
+        for name in self.metrics or ():
+            if name not in METRICS:
+                raise ValueError(
+                    f"pair {self.name!r}: there is no metric {name!r}; there are {', '.join(map(repr, METRICS))}"
+                )
+        if len(self.student) > 1 and "cka" in (self.metrics or ()):
+            raise ValueError(
+                f"pair {self.name!r}: 'cka' compares one activation with one: write a pair for each layer"
+            )
+
+    def _validate_count(self) -> None:
+        if len(self.teacher) != len(self.student):
+            raise ValueError(
+                f"pair {self.name!r}: the teacher's {str(self.teacher)!r} selects {len(self.teacher)} activations, "
+                f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
+            )
+
+    def resolve(self, student: nn.Module, teacher: nn.Module) -> Pair:
+        """This pair with what its selectors mean in two models; its name stays.
+
+        Raises:
+            KeyError: for what selects nothing.
+            ValueError: when the two product_ids select unlike numbers.
+
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> str(Pair("outputs[*]", "outputs[@Linear]", nn.MSELoss()).resolve(net, net).student)
+        'outputs[0|1]'
+        """
+        resolved = copy.copy(self)
+        resolved.teacher = resolve_spec(teacher, self.teacher)
+        resolved.student = resolve_spec(student, self.student)
+        resolved._validate_count()
+        resolved._validate_metrics()
+        return resolved
+
+    def _validate_projector(self) -> None:
+        projector = self.projector
+        names = ", ".join(map(repr, PROJECTORS))
+        if isinstance(projector, str) and projector not in PROJECTORS:
+            raise ValueError(f"pair {self.name!r}: there is no projector {projector!r}; there are {names}")
+        if isinstance(projector, type) or not (
+            projector is None or isinstance(projector, str) or callable(projector)
+        ):
+            raise TypeError(
+                f"pair {self.name!r}: projector must be None, one of {names}, a torch.nn.Module, or a function of "
+                f"both shapes that returns one, got {projector!r}"
+                + (", a class: make an instance of it" if isinstance(projector, type) else "")
+            )
+
     @property
     def needs_sizes(self) -> bool:
         """Whether activation sizes must be known before the projector can be made."""
-        return self.projector == "linear"
+        return self.projector is not None and not isinstance(self.projector, nn.Module)
 
     def __repr__(self) -> str:
         loss = (
@@ -112,7 +184,8 @@ class Pair:
             if isinstance(self.loss, nn.Module)
             else getattr(self.loss, "__name__", "loss")
         )
-        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={self.weight:g})"
+        weight = f"{self.weight:g}" if isinstance(self.weight, (int, float)) else repr(self.weight)
+        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={weight})"
 
 
 class BoundPair(nn.Module):
@@ -121,7 +194,7 @@ class BoundPair(nn.Module):
     Args:
         pair: the pair; its projector and loss are copied if they are modules, so that every fit
             begins with what the user handed over.
-        student: the sizes of the student's activations, needed for ``projector="linear"`` only.
+        student: the sizes of the student's activations, needed where ``pair.needs_sizes`` only.
         teacher: the sizes of the teacher's.
     """
 
@@ -135,15 +208,30 @@ class BoundPair(nn.Module):
         self.pair = pair
         # A module loss becomes a child: what it trains is trained, what it buffers is moved.
         self.loss: Loss = copy.deepcopy(pair.loss)
+        self._weight = as_schedule(pair.weight, f"pair {pair.name!r}: weight")
+        self._settings = {
+            name: as_schedule(schedule, f"pair {pair.name!r}: {name}")
+            for name, schedule in pair.schedules.items()
+        }
         self.same_shape = bool(getattr(pair.loss, "same_shape", True))
         self.wants = _optional_arguments(pair.loss)
         self.projectors = nn.ModuleList()
-        if pair.projector == "linear":
-            if student is None or teacher is None:
-                raise ValueError(f"pair {pair.name!r}: projector='linear' needs the sizes of both sides")
-            self.projectors.extend(_linear(pair, s, t) for s, t in zip(student, teacher, strict=True))
-        elif isinstance(pair.projector, nn.Module):
+        if isinstance(pair.projector, nn.Module):
             self.projectors.append(copy.deepcopy(pair.projector))
+        elif pair.projector is not None:
+            if student is None or teacher is None:
+                raise ValueError(f"pair {pair.name!r}: its projector needs the sizes of both sides")
+            make = PROJECTORS[pair.projector] if isinstance(pair.projector, str) else pair.projector
+            self.projectors.extend(_made(pair, make, s, t) for s, t in zip(student, teacher, strict=True))
+
+    def set_to(self, step: int, epoch: int) -> float | None:
+        """The weight of the term now, ``None`` when it is off; what else follows a schedule is set on the loss."""
+        weight = self._weight(step, epoch)
+        if weight == 0.0 and not isinstance(self._weight, Constant):
+            return None
+        for name, schedule in self._settings.items():
+            setattr(self.loss, name, schedule(step, epoch))
+        return weight
 
     def bind(self, student: nn.Module, teacher: nn.Module) -> None:
         """Show both models to a loss that asks for them with a ``bind`` method (a head's weights, say)."""
@@ -216,10 +304,11 @@ class BoundPair(nn.Module):
         if "batch" in self.wants:
             extras["batch"] = batch
         if "mask" in self.wants:
-            extras["mask"] = self._mask(value, batch)
+            extras["mask"] = self.mask(value, batch)
         return extras
 
-    def _mask(self, value: Tensor, batch: Any) -> Tensor | None:
+    def mask(self, value: Tensor, batch: Any) -> Tensor | None:
+        """Which entries of the student's activation `value` count: what the pair's ``mask`` finds in the batch."""
         choice = self.pair.mask
         if choice is False:
             return None
@@ -240,18 +329,16 @@ class BoundPair(nn.Module):
         return mask
 
 
-def _linear(pair: Pair, student: torch.Size, teacher: torch.Size) -> nn.Linear:
-    if len(student) == 4 and len(teacher) == 4 and student[2:] == teacher[2:] and student[1] != teacher[1]:
-        raise ValueError(
-            f"pair {pair.name!r}: 'linear' maps the last dimension, and these are feature maps {list(student)} and "
-            f"{list(teacher)}: pass projector=nn.Conv2d({student[1]}, {teacher[1]}, 1)"
+def _made(pair: Pair, make: ProjectorFactory, student: torch.Size, teacher: torch.Size) -> nn.Module:
+    try:
+        module = make(student, teacher)
+    except ValueError as error:
+        raise ValueError(f"pair {pair.name!r}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"pair {pair.name!r}: the projector's function returned {describe(module)}, not a module"
         )
-    if len(student) < 2 or student[:-1] != teacher[:-1]:
-        raise ValueError(
-            f"pair {pair.name!r}: 'linear' maps the last dimension, but the shapes differ elsewhere: student "
-            f"{list(student)}, teacher {list(teacher)}. Pass a module as projector"
-        )
-    return nn.Linear(student[-1], teacher[-1])
+    return module
 
 
 def _optional_arguments(loss: Loss) -> frozenset[str]:

@@ -8,27 +8,43 @@ The order in a step: every teacher runs first, up to its last product, and drops
 hand over; then the user's step runs with the student's products captured; then come the losses.
 All of it happens inside the module call of the strategy and inside autocast, so gradients are
 synchronised, the loss is scaled, and accumulation divides it, as for the user's own loss.
+
+Where the user optimizes by hand, :class:`ManualDistillation` waits to be asked for its loss.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.capture import Capture
+from softs_lightning.catcher import ModelIOCatcher
 from softs_lightning.pairing import BoundPair
 from softs_lightning.product import ProductSpec
+from softs_lightning.proof import prove_loss, prove_reached, prove_trainable, selected
 from softs_lightning.teacher import Teacher
 
-__all__ = ["Distillation", "DistilledStep"]
+__all__ = ["Active", "Distillation", "DistilledStep", "ManualDistillation", "Products"]
 
-Products = tuple[Capture, Capture]
+Active = list[tuple[BoundPair, float]]
+Clock = Callable[[], tuple[int, int]]
+
+
+@dataclass
+class Products:
+    """What one forward of both models gave: the terms that are on with their weights, and both captures."""
+
+    active: Active
+    theirs: Capture
+    ours: Capture
 
 
 class Distillation:
@@ -40,6 +56,8 @@ class Distillation:
         student: the module whose training is distilled.
         pairs: with their projectors made.
         task_weight: multiplies the student's own loss.
+        every_n_steps: distil in each n-th optimizer step only.
+        clock: gives the optimizer steps and the epochs done.
         copy: capture copies of the student's activations.
         prog_bar: show the total in the progress bar.
     """
@@ -52,6 +70,8 @@ class Distillation:
         pairs: Sequence[BoundPair],
         *,
         task_weight: float = 1.0,
+        every_n_steps: int = 1,
+        clock: Clock = lambda: (0, 0),
         copy: bool = False,
         prog_bar: bool = False,
     ) -> None:
@@ -61,41 +81,83 @@ class Distillation:
         self.student = student
         self.pairs = list(pairs)
         self.task_weight = task_weight
-        self.wanted = ProductSpec.union(bound.pair.teacher for bound in self.pairs)
-        self.watched = ProductSpec.union(bound.pair.student for bound in self.pairs)
+        self.every_n_steps = every_n_steps
+        self.clock = clock
         self.catcher = ModelIOCatcher(student, copy=copy)
-        self.proven = False
+        self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
+        self._proven: set[str] = set()
+
+    def active(self) -> Active:
+        """The pairs that are on in this step, with their weights; their losses' settings are brought up to date."""
+        step, epoch = self.clock()
+        if step % self.every_n_steps:
+            return []
+        weighted = [(bound, bound.set_to(step, epoch)) for bound in self.pairs]
+        return [(bound, weight) for bound, weight in weighted if weight is not None]
+
+    def specs(self, pairs: Sequence[BoundPair]) -> tuple[ProductSpec, ProductSpec]:
+        """What the teacher and the student must give for `pairs`."""
+        key = tuple(bound.pair.name for bound in pairs)
+        if key not in self._specs:
+            self._specs[key] = (
+                ProductSpec.union(bound.pair.teacher for bound in pairs),
+                ProductSpec.union(bound.pair.student for bound in pairs),
+            )
+        return self._specs[key]
 
     @contextmanager
-    def watch(self, batch: Any) -> Iterator[Products]:
+    def watch(self, batch: Any) -> Iterator[Products | None]:
         """Run the teacher on `batch`, then capture the student's products inside the block."""
-        supplied = self.teacher.supply(batch, self.wanted)
-        with self.catcher.for_product(self.watched, early_exit=False) as captured:
-            yield supplied, captured
+        active = self.active()
+        if not active:
+            yield None
+            return
+        wanted, watched = self.specs([bound for bound, _ in active])
+        theirs = self.teacher.supply(batch, wanted)
+        with self.catcher.for_product(watched, early_exit=False) as ours:
+            yield Products(active, theirs, ours)
 
-    def terms(self, products: Products, batch: Any) -> dict[str, Tensor]:
-        """The unweighted terms by name. The first call proves that each of them can train the student."""
-        supplied, captured = products
+    def loss(self, products: Products | None, batch: Any) -> Tensor | None:
+        """The weighted sum of the terms that are on, each of which is logged; ``None`` for none.
+
+        The first time a term is on, it is proven that it can train the student.
+        """
+        terms = {} if products is None else self._terms(products, batch)
+        total: Tensor | None = None
+        for name, weight in [] if products is None else [(b.pair.name, w) for b, w in products.active]:
+            weighted = weight * terms[name]
+            total = weighted if total is None else total + weighted
+        if total is not None:
+            self._log({**terms, "total": total})
+        return self._with_idle_parameters(total, terms)
+
+    def _terms(self, products: Products, batch: Any) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
-        for bound in self.pairs:
-            theirs = _select(supplied, bound.pair.teacher, f"pair {bound.pair.name!r}, teacher")
-            ours = _select(captured, bound.pair.student, f"pair {bound.pair.name!r}, student")
-            if not self.proven:
-                self._prove_trainable(bound, ours)
-            term = bound(ours, theirs, batch)
-            if not self.proven:
-                _prove_loss(bound, term)
-            terms[bound.pair.name] = term
-        self.proven = True
+        for bound, _ in products.active:
+            name = bound.pair.name
+            theirs = selected(
+                products.theirs, bound.pair.teacher, f"pair {name!r}, teacher", self.teacher.module
+            )
+            ours = selected(products.ours, bound.pair.student, f"pair {name!r}, student", self.student)
+            if name not in self._proven:
+                prove_trainable(bound, ours, self.student)
+            terms[name] = bound(ours, theirs, batch)
+            if name not in self._proven:
+                prove_loss(bound, terms[name])
+                self._proven.add(name)
         return terms
 
-    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum of the terms: what is added to the student's own loss."""
-        weighted = [bound.pair.weight * terms[bound.pair.name] for bound in self.pairs]
-        return sum(weighted[1:], start=weighted[0])
+    def _with_idle_parameters(self, total: Tensor | None, terms: Mapping[str, Tensor]) -> Tensor | None:
+        """DDP waits for the gradient of every parameter, also of a projector whose term is off: it gets zeros."""
+        for bound in self.pairs:
+            if bound.pair.name not in terms:
+                for parameter in bound.parameters():
+                    if parameter.requires_grad:
+                        nothing = (parameter * 0).sum()
+                        total = nothing if total is None else total + nothing
+        return total
 
-    def log(self, values: Mapping[str, Tensor]) -> None:
-        """Log values under this share's name through the LightningModule."""
+    def _log(self, values: Mapping[str, Tensor]) -> None:
         log: Callable[..., None] | None = getattr(self.student, "log", None)
         if log is not None:
             for name, value in values.items():
@@ -105,62 +167,41 @@ class Distillation:
         """Remove the hooks from the student."""
         self.catcher.detach_hooks()
 
-    def _prove_trainable(self, bound: BoundPair, values: Sequence[Any]) -> None:
-        own = {id(p) for p in bound.parameters()}
-        trained = {id(p) for p in self.student.parameters() if p.requires_grad} - own
-        for (kind, item), value in zip(bound.pair.student, values, strict=True):
-            if not isinstance(value, Tensor):
-                continue  # the pair itself says what is wrong with it
-            what = f"pair {bound.pair.name!r}: the student's {kind}[{item}]"
-            if not value.requires_grad:
-                raise RuntimeError(
-                    f"{what} has no gradient, so this term could not train anything: it is detached, computed under "
-                    "no_grad, belongs to a frozen part, or lies inside re-entrant activation checkpointing "
-                    "(use_reentrant=False keeps gradients)"
-                )
-            if not _reaches(value, trained):
-                raise RuntimeError(
-                    f"{what} reaches no trainable parameter of {type(self.student).__name__}, so this term could not "
-                    "train it: choose a module behind the parameters that are to learn"
-                )
 
+class ManualDistillation(Distillation):
+    """The share of a teacher where the user's step calls backward itself, and asks for the loss: :meth:`now`."""
 
-def _select(capture: Capture, spec: ProductSpec, what: str) -> list[Any]:
-    try:
-        return capture.select(spec)
-    except LookupError as error:
-        raise LookupError(f"{what}: {error.args[0]}") from None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked = False
+        self._ours: Capture | None = None
 
+    @contextmanager
+    def watch(self, batch: Any) -> Iterator[Products | None]:
+        """Capture the student's products inside the block; the teacher runs when the loss is asked for."""
+        with self.catcher.for_product(self.specs(self.pairs)[1], early_exit=False) as ours:
+            self._ours = ours
+            try:
+                yield None
+            finally:
+                self._ours = None
 
-def _prove_loss(bound: BoundPair, term: Tensor) -> None:
-    if not bool(torch.isfinite(term)):
-        raise FloatingPointError(
-            f"pair {bound.pair.name!r}: the loss is {term.item()} on the first batch; look for infinite logits, an "
-            "empty mask or a division by zero in it"
-        )
-    if not term.requires_grad:
-        raise RuntimeError(
-            f"pair {bound.pair.name!r}: the loss has no gradient with respect to the student's activation: it is "
-            "constant or detaches its first argument"
-        )
-
-
-def _reaches(value: Tensor, parameters: set[int]) -> bool:
-    """Whether the graph behind `value` leads to one of `parameters` (given by id)."""
-    if value.grad_fn is None:
-        return id(value) in parameters
-    waiting, seen = [value.grad_fn], {value.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        if node.name().startswith("CheckpointFunction"):
-            return True  # re-entrant checkpointing hides the parameters inside
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return False
+    def now(self, batch: Any) -> Tensor:
+        """The loss on what the student did since the step began, or since the last call."""
+        ours = self._ours
+        if ours is None:
+            raise RuntimeError("distillation_loss(batch) is for the training_step of the module in training")
+        self.asked = True
+        active = self.active()
+        products = None
+        if active:
+            theirs = self.teacher.supply(batch, self.specs([bound for bound, _ in active])[0])
+            products = Products(active, theirs, ours)
+        total = self.loss(products, batch)
+        for kinds in ours.values():
+            for entries in kinds.values():
+                entries.clear()
+        return torch.zeros((), device=self.teacher.device) if total is None else total
 
 
 class DistilledStep:
@@ -171,17 +212,25 @@ class DistilledStep:
         self.inner = inner
         self.own = own  # what stood in the instance's __dict__: nothing, or a compiled step
         self.shares: list[Distillation] = []
+        self.needs_every_gradient = False  # prove it in the next step, once
         # Lightning reads the step's signature through one level of __wrapped__.
         self.__wrapped__ = inspect.unwrap(inner)
         self.__name__ = "training_step"
         self.__doc__ = self.__wrapped__.__doc__
 
     @classmethod
-    def join(cls, student: nn.Module, share: Distillation) -> None:
-        """Let `share` take part in the student's training step."""
+    def join(cls, student: nn.Module, share: Distillation, *, needs_every_gradient: bool = False) -> None:
+        """Let `share` take part in the student's training step.
+
+        Args:
+            student: whose ``training_step`` is replaced on the instance.
+            share: what to add to it.
+            needs_every_gradient: prove in the next step that each trainable parameter gets a gradient.
+        """
         own = student.__dict__.get("training_step")
         step = own if isinstance(own, cls) else cls(student, student.training_step, own)  # type: ignore[arg-type]
         step.shares.append(share)
+        step.needs_every_gradient = needs_every_gradient
         student.__dict__["training_step"] = step
 
     @classmethod
@@ -199,22 +248,30 @@ class DistilledStep:
             student.__dict__["training_step"] = step.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _in_training(self.student):
+            return self.inner(*args, **kwargs)  # a validation_step that calls training_step
         batch = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(batch, Mapping):
+            batch = copy.copy(batch)  # the user's step may pop from it, and losses come after it
         with ExitStack() as stack:
             products = [stack.enter_context(share.watch(batch)) for share in self.shares]
             output = self.inner(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            return output  # None skips the step; anything else is Lightning's to refuse
+        if not isinstance(loss, Tensor) or any(
+            isinstance(share, ManualDistillation) for share in self.shares
+        ):
+            return output  # None skips the step; what is no loss at all is Lightning's to refuse
         total = loss
         for share in self.shares:
             if share.task_weight != 1.0:
                 total = total * share.task_weight
         for share, caught in zip(self.shares, products, strict=True):
-            terms = share.terms(caught, batch)
-            added = share.total(terms).to(loss.device)
-            share.log({**terms, "total": added})
-            total = total + added
+            added = share.loss(caught, batch)
+            if added is not None:
+                total = total + added.to(loss.device)
+        if self.needs_every_gradient:
+            self.needs_every_gradient = False
+            prove_reached(self.student, total)
         return {**output, "loss": total} if isinstance(output, Mapping) else total
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -222,7 +279,12 @@ class DistilledStep:
         return types.MethodType(_plain_step(self.student), memo.get(id(self.student), self.student))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (_plain_step(self.student), self.student)
+        return getattr, (self.student, "training_step")
+
+
+def _in_training(student: nn.Module) -> bool:
+    trainer = getattr(student, "_trainer", None)
+    return trainer is None or bool(trainer.training)
 
 
 def _plain_step(student: nn.Module) -> Callable[..., Any]:

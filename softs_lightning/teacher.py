@@ -9,18 +9,22 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import strip_wrappers
+from softs_lightning.transfer import map_tensors, transfer_to_device
 
-__all__ = ["Cost", "Teacher", "feed"]
+__all__ = ["Cost", "Teacher"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,16 @@ class Teacher:
             called only when a fit begins, so that validating, testing and predicting never load the teacher.
         inputs: ``inputs(batch)`` gives what the teacher is called with: a mapping is passed by
             keyword, a tuple by position, anything else as the only argument. Without it the batch
-            is fed by the teacher's own signature, see :func:`feed`.
+            is fed by the teacher's own signature, see :func:`softs_lightning.feeding.feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
+        program: a function of an :class:`softs_lightning.tracing.Envoy` (and, if it takes two arguments,
+            of the tracer) that runs as the block of a trace in each step. It may change the forward;
+            what it saves by ``save(value, "name")`` or returns in a mapping, pairs name as
+            ``saved[name]``. It decides where the forward stops, with ``tracer.stop()``.
+        method: the method that the program's trace calls in place of the forward, such as ``"generate"``.
+        dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
+            and outside autocast, whatever the precision of the training is.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -74,6 +85,9 @@ class Teacher:
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         copy: bool = False,
+        program: Callable[..., Any] | None = None,
+        method: str | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
@@ -81,13 +95,21 @@ class Teacher:
             _refuse_required_arguments(source)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
+        if program is not None and not callable(program):
+            raise TypeError(f"a program is a function of an envoy, got {program!r}")
+        if method is not None and program is None:
+            raise ValueError("method is what the program's trace calls: give program too")
         self.source = source
         self.inputs = inputs
         self.early_exit = early_exit
         self.copy = copy
+        self.program = program
+        self.method = method
+        self.dtype = _floating(dtype)
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
+        self._takes: Takes | None = None
         self._give_back: Callable[[], None] | None = None
 
     def build(self) -> nn.Module:
@@ -121,14 +143,17 @@ class Teacher:
             ValueError: when teacher and student share parameters.
         """
         self.release()
+        if self.dtype is not None:
+            convert = partial(_to_dtype, dtype=self.dtype)
         module = self.build()
         if student is not None:
             _refuse_shared(module, student)
-        if module is self.source:
-            if convert is not None and _changes_dtype(module, convert):
-                module = copy.deepcopy(module)
-            else:
-                self._give_back = _remember(module)
+        _refuse_meta(module)
+        ours = module is not self.source
+        if not ours and convert is not None and _changes_dtype(module, convert):
+            module, ours = copy.deepcopy(module), True
+        # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
+        self._give_back = _borrow(module, move=not ours)
         try:
             module.requires_grad_(False).eval()
             if device is not None:
@@ -148,12 +173,24 @@ class Teacher:
             self._catcher.detach_hooks()
         if self._give_back is not None:
             self._give_back()
-        self.module = self._catcher = self._give_back = None
+        self.module = self._catcher = self._give_back = self._takes = None
         self._modules = []
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where its products end up; ``None`` for where it happens to run."""
+        return self._require()[1].device
+
     def check(self, spec: ProductSpec) -> None:
-        """Raise ``KeyError`` for a name that is not in the teacher."""
-        self._require()[1].for_product(spec)
+        """Raise ``KeyError`` for a name that is not in the teacher, ``ValueError`` for what only a program saves.
+
+        The names that a program saves are known when it has run.
+        """
+        _, catcher = self._require()
+        if spec.saved and self.program is not None:
+            spec = replace(spec, saved=())
+        if spec or self.program is None:
+            catcher.for_product(spec)
 
     def supply(self, batch: Any, spec: ProductSpec) -> Capture:
         """Run one forward on `batch` without gradients, up to the last activation of `spec`.
@@ -168,16 +205,59 @@ class Teacher:
         if any(m.training for m in self._modules):
             module.eval()
         args, kwargs = self.arguments(batch)
+        if self.program is not None:
+            return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
         with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
-            catcher.run(*args, **kwargs)
+            self._in_own_dtype(catcher.run, args, kwargs)
         return buffer
+
+    def _supply_by_program(
+        self, program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec
+    ) -> Capture:
+        from softs_lightning.tracing import Envoy
+
+        module, catcher = self._require()
+        hooked = replace(spec, saved=())
+        run = partial(Envoy(module, name="teacher").run, program, method=self.method)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            buffer = Capture(spec, {})
+            if hooked:
+                buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
+            saved = self._in_own_dtype(run, args, kwargs)
+        buffer.spec = spec
+        for item in spec.saved:
+            if item.name not in saved:
+                raise LookupError(
+                    f"saved[{item}]: the program {getattr(program, '__name__', program)!r} saved nothing under "
+                    f"{item.name!r}, only {', '.join(map(repr, saved)) or 'nothing at all'}"
+                )
+            kept = transfer_to_device(saved[item.name], catcher.device)
+            buffer.setdefault(item.name, {})["saved"] = [kept]
+        return buffer
+
+    def _in_own_dtype(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return run(*args, **kwargs)
+        args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        device = self._require()[1].device
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # "true" precisions of the student change it
+        try:
+            with torch.autocast("cpu" if device is None else device.type, enabled=False):
+                return run(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
         module = self._require()[0]
         if self.inputs is None:
-            return feed(module, batch)
+            if self._takes is None and not isinstance(batch, torch.Tensor):
+                self._takes = Takes.of(module)
+            return feed(module, batch, self._takes)
         given = self.inputs(batch)
         if isinstance(given, Mapping):
             return (), dict(given)
@@ -201,57 +281,17 @@ class Teacher:
         return self.module, self._catcher
 
 
-def feed(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Choose what of a batch a model is called with, by the signature of its forward.
-
-    A mapping gives the keys that ``forward`` takes by name, never ``labels``; a tuple or list gives
-    its first element (which may be a mapping in turn); anything else is the only argument.
-
-    Returns:
-        (args, kwargs) for the call.
-
-    Raises:
-        TypeError: when a required argument is not in the batch, or none of its keys is an argument.
-
-    >>> class Net(nn.Module):
-    ...     def forward(self, x, scale=1.0): return x * scale
-    >>> feed(Net(), {"x": 2, "labels": 1, "other": 0})
-    ((), {'x': 2})
-    >>> feed(Net(), [2, 1])
-    ((2,), {})
-    """
-    if isinstance(batch, (tuple, list)):
-        if not batch:
-            raise TypeError("the batch is empty: the teacher cannot be called")
-        return feed(module, batch[0]) if isinstance(batch[0], Mapping) else ((batch[0],), {})
-    if not isinstance(batch, Mapping):
-        return (batch,), {}
-    inner = unwrap(module)
-    name = type(inner).__name__
-    keys = ", ".join(map(repr, batch)) or "no keys"
-    way_out = "pass teacher_inputs=lambda batch: ... to say what the teacher is called with"
-    parameters = inspect.signature(inner.forward).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kwargs = {p.name: batch[p.name] for p in named if p.name in batch and p.name != "labels"}
-    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
-    if missing:
-        raise TypeError(
-            f"{name}.forward requires {', '.join(map(repr, missing))}, but the batch has {keys}: {way_out}"
+def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"the teacher's dtype must be a floating point type such as 'bfloat16', got {dtype!r}"
         )
-    if not kwargs:
-        takes = ", ".join(repr(p.name) for p in named) or "no named arguments"
-        raise TypeError(
-            f"{name}.forward takes {takes}, and none is in the batch, which has {keys}: {way_out}"
-        )
-    return (), kwargs
+    return found
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside wrappers such as ``torch.compile``'s and ``DistributedDataParallel``."""
-    for path, inner in module.named_modules():
-        if path and not strip_wrappers(path):
-            module = inner
-    return module
+def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return module.to(dtype)
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:
@@ -285,14 +325,50 @@ def _changes_dtype(module: nn.Module, convert: Callable[[nn.Module], nn.Module])
     return any(p.dtype != before for p in convert(probe).parameters())
 
 
-def _remember(module: nn.Module) -> Callable[[], None]:
+def _refuse_meta(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(
+                f"the teacher's {name!r} is on the meta device, so it has no values: load the weights first, or "
+                "give a factory that does"
+            )
+
+
+@dataclass
+class _Loan:
+    """How many teachers use a module now, and how to give it back when the last of them is done."""
+
+    count: int
+    give_back: Callable[[], None]
+
+
+_LOANS: WeakKeyDictionary[nn.Module, _Loan] = WeakKeyDictionary()
+
+
+def _borrow(module: nn.Module, *, move: bool) -> Callable[[], None]:
+    """Note the state of a user's module; calling what is returned puts it back, once nobody else uses it."""
+    loan = _LOANS.get(module)
+    if loan is None:
+        loan = _LOANS[module] = _Loan(0, _remember(module, move))
+    loan.count += 1
+
+    def give_back() -> None:
+        loan.count -= 1
+        if loan.count == 0:
+            _LOANS.pop(module, None)
+            loan.give_back()
+
+    return give_back
+
+
+def _remember(module: nn.Module, move: bool) -> Callable[[], None]:
     """Note modes, flags and devices of a module; the function returned puts them back."""
     modes = [(m, m.training) for m in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters()]
     devices = {t.device for t in [*module.parameters(), *module.buffers()]}
 
     def give_back() -> None:
-        if len(devices) == 1:
+        if move and len(devices) == 1:
             module.to(next(iter(devices)))
         for m, training in modes:
             m.training = training

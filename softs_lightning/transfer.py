@@ -1,15 +1,15 @@
 """Nested activations: walk them, rebuild them, move them.
 
-Containers keep their type: tuples, named tuples, torch's return types, lists, dicts and other
-mappings, dataclasses, transformers' ``ModelOutput`` and ``BatchEncoding``, and objects that
-carry a ``.to``. Everything else passes through untouched, modules always.
+Containers keep their type: tuples, named tuples, torch's return types, lists, deques, sets, dicts
+and other mappings, dataclasses, transformers' ``ModelOutput`` and ``BatchEncoding``, and objects
+that carry a ``.to``. Everything else passes through untouched, modules always.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
@@ -26,8 +26,8 @@ def transfer_to_device(obj: T, device: torch.device | str | int | None) -> T:
     """Move every tensor in `obj` to `device`, keeping the containers' types.
 
     Args:
-        obj: a tensor or any nesting of containers. What holds no tensor is returned as it is;
-            the containers given are never changed, a tensor that stands in two places is moved once.
+        obj: a tensor or any nesting of containers. The containers given are never changed; a tensor
+            that stands in two places is moved once, and stays one tensor.
         device: where to; ``None`` leaves everything in place and returns `obj` itself.
 
     A copy from an accelerator to the CPU is complete when this returns, so it can be read at
@@ -53,10 +53,14 @@ def transfer_to_device(obj: T, device: torch.device | str | int | None) -> T:
 def _move_object(value: Any, device: torch.device) -> Any:
     if isinstance(value, (nn.Module, type, torch.device, torch.dtype)):
         return value
-    if callable(getattr(value, "to", None)):
-        # `.to` of such objects often works in place: the caller's object must stay where it is.
-        return copy.copy(value).to(device)
-    return value
+    if not callable(getattr(value, "to", None)):
+        return value
+    mine = copy.copy(value)
+    if mine is not value and hasattr(mine, "__dict__"):
+        # `.to` may work in place, also in a dict or a list that the object holds: the caller's stay as they are.
+        vars(mine).update(map_tensors(lambda tensor: tensor, dict(vars(mine))))
+    moved = mine.to(device)
+    return mine if moved is None else moved
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], obj: T, *, other: Callable[[Any], Any] | None = None) -> T:
@@ -93,24 +97,32 @@ class _Rebuild:
             return self._dataclass(obj)
         if isinstance(obj, Mapping):
             return self._mapping(obj)
-        if isinstance(obj, list):
-            new = self._keep(obj, copy.copy(obj))
-            new[:] = [self(value) for value in obj]
+        if isinstance(obj, (list, deque, UserList)):
+            new: Any = self._keep(obj, copy.copy(obj))
+            for at, value in enumerate(obj):
+                new[at] = self(value)
             return new
-        if isinstance(obj, PackedSequence):
-            # Its batch_sizes must stay on the CPU.
-            rest = {name: self(getattr(obj, name)) for name in obj._fields if name != "batch_sizes"}
-            return self._keep(obj, obj._replace(**rest))
         if isinstance(obj, tuple):
-            values = [self(value) for value in obj]
-            # A named tuple takes its fields one by one, torch's return types take a sequence.
-            return self._keep(obj, obj._make(values) if hasattr(obj, "_make") else type(obj)(values))
+            return self._keep(obj, self._tuple(obj))
         if isinstance(obj, (set, frozenset)):
             return self._keep(obj, type(obj)(self(value) for value in obj))
         return obj if self.other is None else self._keep(obj, self.other(obj))
 
     def _keep(self, old: Any, new: Any) -> Any:
         self.done[id(old)] = (old, new)  # holding `old` keeps its id from being used again
+        return new
+
+    def _tuple(self, obj: tuple[Any, ...]) -> Any:
+        cls: Any = type(obj)
+        # The lengths in a packed sequence must stay on the CPU.
+        stay = obj.batch_sizes if isinstance(obj, PackedSequence) else None
+        values = [value if value is stay else self(value) for value in obj]
+        if hasattr(cls, "n_sequence_fields"):  # torch's return types, which only their class can make
+            return cls(values)
+        # Past the class's own __new__, which may take other arguments than the elements.
+        new: Any = tuple.__new__(cls, values)
+        for name, value in getattr(obj, "__dict__", {}).items():
+            new.__dict__[name] = self(value)
         return new
 
     def _mapping(self, obj: Mapping[Any, Any]) -> Any:
@@ -127,16 +139,21 @@ class _Rebuild:
         # Built without __init__: __post_init__ may refuse or change what is already valid.
         cls: Any = type(obj)
         new = self._keep(obj, cls.__new__(cls))
-        for name, value in getattr(obj, "__dict__", {}).items():
-            object.__setattr__(new, name, value)
-        for field in dataclasses.fields(obj):
-            if hasattr(obj, field.name):
-                object.__setattr__(new, field.name, self(getattr(obj, field.name)))
+        for name, value in _attributes(obj):
+            object.__setattr__(new, name, self(value))
         if isinstance(obj, dict):  # transformers' ModelOutput is a dict and a dataclass at once
             put = OrderedDict.__setitem__ if isinstance(obj, OrderedDict) else dict.__setitem__
             for key, value in obj.items():
                 put(new, key, self(value))
         return new
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What a dataclass holds: its fields, also those in slots, and whatever was added to the instance."""
+    yield from list(getattr(obj, "__dict__", {}).items())
+    for field in dataclasses.fields(obj):
+        if field.name not in getattr(obj, "__dict__", {}) and hasattr(obj, field.name):
+            yield field.name, getattr(obj, field.name)
 
 
 def iter_tensors(obj: Any) -> Iterator[Tensor]:
@@ -158,9 +175,9 @@ def iter_tensors(obj: Any) -> Iterator[Tensor]:
         elif isinstance(value, Mapping):
             seen.add(id(value))
             waiting += reversed(list(value.values()))
-        elif isinstance(value, (tuple, list, set, frozenset)):
+        elif isinstance(value, (tuple, list, deque, UserList, set, frozenset)):
             seen.add(id(value))
             waiting += reversed(list(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             seen.add(id(value))
-            waiting += [getattr(value, field.name, None) for field in reversed(dataclasses.fields(value))]
+            waiting += [inner for _, inner in reversed(list(_attributes(value)))]

@@ -14,7 +14,7 @@ from softs_lightning.auxiliary import CONTAINER, Auxiliary, weights
 
 def student() -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    Auxiliary.of(module)["distill"] = nn.Linear(2, 3)
+    Auxiliary.put(module, "distill", nn.Linear(2, 3))
     return module
 
 
@@ -22,7 +22,7 @@ def test_hidden_from_the_state_dict_but_not_from_parameters() -> None:
     module = student()
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert module.state_dict().keys() == plain.state_dict().keys()
-    assert f"{CONTAINER}.distill.weight" in dict(module.named_parameters())
+    assert f"{CONTAINER}.distill_.weight" in dict(module.named_parameters())
     outer = nn.ModuleDict({"inner": module})
     assert all(CONTAINER not in name for name in outer.state_dict())
 
@@ -46,9 +46,9 @@ def test_strictness_stays_for_the_students_own_names() -> None:
 
 def test_removed_with_the_last_entry() -> None:
     module = student()
-    Auxiliary.of(module)["other"] = nn.Linear(1, 1)
+    Auxiliary.put(module, "other", nn.Linear(1, 1))
     Auxiliary.remove(module, "distill")
-    assert list(Auxiliary.of(module)) == ["other"]
+    assert list(getattr(module, CONTAINER)) == ["other_"]
     Auxiliary.remove(module, "other")
     Auxiliary.remove(module, "other")
     assert not hasattr(module, CONTAINER)
@@ -58,7 +58,7 @@ def test_an_attribute_of_the_users_is_not_taken() -> None:
     module = nn.Linear(1, 1)
     setattr(module, CONTAINER, "mine")
     with pytest.raises(AttributeError, match="rename it"):
-        Auxiliary.of(module)
+        Auxiliary.put(module, "distill", nn.Linear(1, 1))
 
 
 def test_weights_are_copies() -> None:

@@ -154,5 +154,7 @@ def test_a_failing_dry_run_says_what_to_do() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise OSError("no such file")
 
-    with pytest.raises(Exception, match=r"projectors of 'h' failed: no such file. Pass example_batch="):
+    with pytest.raises(
+        Exception, match=r"projectors of 'h' failed: no such file. Pass a module as the projector"
+    ):
         fit(Broken(), make(), DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]

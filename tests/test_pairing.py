@@ -32,7 +32,13 @@ def bind(student: Any = None, teacher: Any = None, **options: Any) -> BoundPair:
         (("outputs[a]", "outputs[c]", nn.MSELoss), TypeError, "a class: make an instance"),
         (("outputs[a]", "outputs[c]", "mse"), TypeError, "loss must be callable"),
         (("outputs[a]", "outputs[c]", MSE, float("nan")), ValueError, "weight must be finite"),
-        (("outputs[a]", "outputs[c]", MSE, 1.0, "mlp"), TypeError, "projector must be None, 'linear'"),
+        (
+            ("outputs[a]", "outputs[c]", MSE, 1.0, "mpl"),
+            ValueError,
+            "no projector 'mpl'; there are 'linear', 'mlp'",
+        ),
+        (("outputs[a]", "outputs[c]", MSE, 1.0, 3), TypeError, "projector must be None, one of 'linear'"),
+        (("outputs[a]", "outputs[c]", MSE, 1.0, nn.Linear), TypeError, "a class: make an instance"),
         (("outputs[a]", "outputs[c]", MSE, 1.0, None, None, 3), TypeError, "mask must be"),
     ],
 )
@@ -64,6 +70,21 @@ def test_a_linear_projector_for_each_activation() -> None:
     torch.testing.assert_close(bound(ours, theirs, None), expected)
 
 
+def test_projectors_by_name_or_function_are_made_for_both_shapes() -> None:
+    shapes = [torch.Size([2, 3, 8, 8])], [torch.Size([2, 6, 4, 4])]
+    assert bind(*shapes, projector="conv").project([torch.ones(2, 3, 8, 8)])[0].shape == (2, 6, 4, 4)
+    asked: list[Any] = []
+
+    def make(student: torch.Size, teacher: torch.Size) -> nn.Module:
+        asked.append((student, teacher))
+        return nn.Linear(8, 4)
+
+    assert isinstance(bind(*shapes, projector=make).projectors[0], nn.Linear)
+    assert asked == [(shapes[0][0], shapes[1][0])]
+    with pytest.raises(TypeError, match="function returned a int, not a module"):
+        bind(*shapes, projector=lambda s, t: 3)
+
+
 def test_a_module_projector_is_copied_and_serves_all() -> None:
     given = nn.Linear(3, 4)
     pair = Pair("outputs[a|b]", "outputs[c|d]", MSE, projector=given)
@@ -77,7 +98,7 @@ def test_a_module_projector_is_copied_and_serves_all() -> None:
 @pytest.mark.parametrize(
     ("student", "teacher", "match"),
     [
-        ([2, 3, 4, 4], [2, 8, 4, 4], r"pass projector=nn\.Conv2d\(3, 8, 1\)"),
+        ([2, 3, 4, 4], [2, 8, 4, 4], "pair 's': .* use 'conv' or 'heads'"),
         ([2, 5, 3], [2, 6, 4], "the shapes differ elsewhere"),
         ([3], [4], "the shapes differ elsewhere"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import namedtuple
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, BertConfig, BertModel
 
 from softs_lightning import ProductSpec, Teacher
-from softs_lightning.teacher import feed
+from softs_lightning.feeding import feed
 
 
 def net() -> nn.Sequential:
@@ -189,3 +190,36 @@ def test_an_in_place_teacher_can_be_copied() -> None:
     teacher = Teacher(model, copy=True, early_exit=False)
     teacher.place()
     assert torch.equal(teacher.supply(x, ProductSpec.parse("outputs[a]")).select()[0], model.a(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"])
+def test_a_teacher_in_a_type_of_its_own(dtype: torch.dtype | str) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).train()
+    teacher = Teacher(module, dtype=dtype)
+    teacher.place("cpu", convert=lambda m: m.half())  # the trainer's precision does not apply
+    found = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    x = torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        (out,) = teacher.supply(x, ProductSpec.parse("outputs[1]")).select()
+    assert out.dtype == found
+    assert torch.equal(out, copy.deepcopy(module).to(found)(x.to(found)))
+    teacher.release()
+    assert next(module.parameters()).dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_types_that_are_none_are_refused() -> None:
+    for dtype in ("bf17", "int8", torch.int64):
+        with pytest.raises(ValueError, match="must be a floating point type such as 'bfloat16'"):
+            Teacher(nn.Linear(1, 1), dtype=dtype)
+
+
+def test_a_dynamically_quantised_teacher() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is moving to torchao, and says so in several ways
+        quantised = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    teacher = Teacher(quantised)
+    teacher.place("cpu")
+    x = torch.randn(2, 3)
+    assert torch.equal(teacher.supply(x, ProductSpec.parse("outputs[2]")).select()[0], quantised(x))

@@ -1,23 +1,26 @@
-"""A training script as a user writes it: launched by the tests with one process or two.
+"""Trainings as users write them, for one process or several.
 
-Usage: python run.py OUT DEVICES STRATEGY [RESUME_FROM]
-Each rank writes OUT/rankN.pt with the student's weights and the projectors' after training.
+Usage: python run.py OUT SCENARIO[,SCENARIO...] [DEVICES [NODES [STRATEGY [RESUME_FROM]]]]
+Each rank writes OUT/SCENARIO.rankN.pt: the weights, the projectors, the metrics, or the error.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from softs_lightning import DistillationCallback, Pair
+from softs_lightning.schedules import Between
 
 
 class Student(L.LightningModule):
@@ -25,11 +28,51 @@ class Student(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class ByHand(Student):
+    """Optimizes manually."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        distillation = next(c for c in self.trainer.callbacks if isinstance(c, DistillationCallback))  # type: ignore[attr-defined]
+        loss = super().training_step(batch, batch_idx) + distillation.distillation_loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Idle(Student):
+    """Has a layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+class OnlyDistilled(Student):
+    """Has a layer that only a distillation term reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(6, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.net[1](self.net[0](batch[0]))
+        self.side(h)
+        return F.cross_entropy(self.net[2](h), batch[1])
 
 
 class Share(Sampler[int]):
@@ -46,53 +89,106 @@ class Share(Sampler[int]):
 
 
 class Data(L.LightningDataModule):
-    def train_dataloader(self) -> Any:
+    def _loader(self, n: int) -> Any:
         generator = torch.Generator().manual_seed(3)
-        x = torch.randn(48, 4, generator=generator, dtype=torch.float64)
-        y = torch.randint(3, (48,), generator=generator)
+        x = torch.randn(48, 4, generator=generator, dtype=torch.float64)[:n]
+        y = torch.randint(3, (48,), generator=generator)[:n]
         assert self.trainer is not None
         world, rank = self.trainer.world_size, self.trainer.global_rank
-        return DataLoader(TensorDataset(x, y), batch_size=8 // world, sampler=Share(48, rank, world))
+        return DataLoader(TensorDataset(x, y), batch_size=8 // world, sampler=Share(n, rank, world))
+
+    def train_dataloader(self) -> Any:
+        return self._loader(48)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(24)
 
 
-class Save(L.Callback):
-    def __init__(self, out: Path, callback: DistillationCallback) -> None:
-        self.out = out
-        self.callback = callback
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        state = {"student": pl_module.state_dict(), **self.callback.state_dict()}
-        torch.save(state, self.out / f"rank{trainer.global_rank}.pt")
-
-
-def main(out: Path, devices: int, strategy: str, resume: str | None) -> None:
+def make_teacher() -> nn.Module:
     torch.manual_seed(1)
-    teacher = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    student = Student().double()  # Lightning restores weights before it converts the module
-    callback = DistillationCallback(
-        teacher,
-        [
-            Pair("outputs[1]", "outputs[net.1]", nn.MSELoss(), weight=0.5, projector="linear", name="hidden"),
-            Pair("outputs[2]", "outputs[net.2]", nn.MSELoss(), name="logits"),
-        ],
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def pairs(scenario: str) -> list[Pair]:
+    window: Any = Between(2, 5) if scenario == "scheduled" else 0.5
+    hidden = Pair(
+        "outputs[1]", "outputs[net.1]", nn.MSELoss(), weight=window, projector="linear", name="hidden"
     )
-    checkpoint = L.pytorch.callbacks.ModelCheckpoint(out, filename="{epoch}", save_top_k=-1)
-    torch.manual_seed(5 + 100 * int(os.environ.get("LOCAL_RANK", "0")))  # rank 0's projectors must win
+    logits = Pair("outputs[2]", "outputs[net.2]", nn.MSELoss(), name="logits")
+    side = Pair("outputs[1]", "outputs[side]", nn.MSELoss(), name="side")
+    return [hidden, logits, side] if scenario == "side" else [hidden, logits]
+
+
+class Kill(L.Callback):
+    """One rank dies in mid-run, as by the machine's hand."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+STUDENTS: dict[str, type[Student]] = {"manual": ByHand, "idle": Idle, "side": OnlyDistilled}
+
+
+def train(
+    scenario: str,
+    out: Path,
+    devices: int = 1,
+    nodes: int = 1,
+    strategy: Any = "auto",
+    resume: str | None = None,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    student = STUDENTS.get(
+        scenario, Student
+    )().double()  # Lightning restores weights before it converts the module
+    if scenario == "static":
+        strategy = DDPStrategy(static_graph=True) if devices * nodes > 1 else "auto"
+    callback = DistillationCallback(
+        make_teacher(), pairs(scenario), manual=scenario == "manual", validate=scenario == "plain"
+    )
+    checkpoint = L.pytorch.callbacks.ModelCheckpoint(out / scenario, filename="{epoch}", save_top_k=-1)
+    torch.manual_seed(
+        5 + 100 * int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    )  # rank 0's must win
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
+        num_nodes=nodes,
         strategy=strategy,
         max_epochs=2,
         precision="64-true",
         use_distributed_sampler=False,
+        limit_val_batches=1.0 if scenario == "plain" else 0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback, checkpoint, Save(out, callback)],
+        callbacks=[callback, checkpoint, *([Kill()] if scenario == "killed" else [])],
     )
-    trainer.fit(student, datamodule=Data(), ckpt_path=resume, weights_only=True if resume else None)
+    try:
+        trainer.fit(student, datamodule=Data(), ckpt_path=resume, weights_only=True if resume else None)
+    except RuntimeError as error:
+        if scenario != "idle":
+            raise
+        return {"error": str(error), "left": sorted(student.__dict__.get("_modules", {}))}
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/val/" in name}
+    return {
+        "student": student.state_dict(),
+        **callback.state_dict(),
+        "metrics": metrics,
+        "rank": trainer.global_rank,
+    }
+
+
+def main(
+    out: str, scenarios: str, devices: str = "1", nodes: str = "1", strategy: str = "auto", *resume: str
+) -> None:
+    torch.set_num_threads(1)
+    for scenario in scenarios.split(","):
+        result = train(scenario, Path(out), int(devices), int(nodes), strategy, *resume)
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+        torch.save(result, Path(out) / f"{scenario}.rank{rank}.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else None)
+    main(*sys.argv[1:])

@@ -1,34 +1,54 @@
-"""Two processes against one, launched as users launch them."""
+"""Several processes against one, launched as users launch them: few launches, many trainings in each."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("run.py")
+from tests.ddp import run
 
-pytestmark = pytest.mark.ddp
+SCRIPT = Path(run.__file__)
+SCENARIOS = ["plain", "static", "scheduled", "manual", "side", "idle"]
+
+pytestmark = [
+    pytest.mark.ddp,
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
 
 
-def train(out: Path, devices: int, strategy: str, resume: Path | None = None) -> list[dict[str, Any]]:
-    out.mkdir()
-    command = [sys.executable, str(SCRIPT), str(out), str(devices), strategy]
-    done = subprocess.run(
-        command + ([str(resume)] if resume else []),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(devices)]
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def read(out: Path, scenario: str) -> list[dict[str, Any]]:
+    return [torch.load(out / f"{scenario}.rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
@@ -39,25 +59,93 @@ def assert_equal(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float)
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("single") / "run"
-    return out, train(out, 1, "auto")[0]
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each training on one process, in this one; its checkpoints lie under "path"."""
+    out = tmp_path_factory.mktemp("single")
+    trained: dict[str, Any] = {s: run.train(s, out) for s in SCENARIOS if s != "idle"}
+    return {**trained, "path": out}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_find_unused_parameters_true"])
-def test_two_processes_equal_one_on_the_union_batch(
-    tmp_path: Path, single: tuple[Path, dict[str, Any]], strategy: str
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All trainings under two torchrun agents, one process each."""
+    out = tmp_path_factory.mktemp("nodes")
+    port = free_port()
+    agents = [
+        launch(
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            f"--node-rank={rank}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            str(SCRIPT),
+            str(out),
+            ",".join(SCENARIOS),
+            "1",
+            "2",
+            "ddp",
+        )
+        for rank in (0, 1)
+    ]
+    finish(*agents)
+    return out
+
+
+@pytest.mark.parametrize("scenario", ["plain", "static", "scheduled", "manual", "side"])
+def test_two_nodes_equal_one_process_on_the_union_batch(
+    scenario: str, single: dict[str, Any], two_nodes: Path
 ) -> None:
-    first, second = train(tmp_path / "two", 2, strategy)
+    first, second = read(two_nodes, scenario)
     assert_equal(first, second, 0.0)
-    assert_equal(first, single[1], 1e-12)
+    assert_equal(first, single[scenario], 1e-12)
 
 
-def test_a_run_resumed_on_two_processes_equals_the_uninterrupted_one(
-    tmp_path: Path, single: tuple[Path, dict[str, Any]]
+def test_validation_metrics_are_those_of_all_ranks(single: dict[str, Any], two_nodes: Path) -> None:
+    expected = single["plain"]["metrics"]
+    assert {"distill/val/hidden", "distill/val/hidden/cka", "distill/val/logits/cosine"} <= expected.keys()
+    for found in read(two_nodes, "plain"):
+        assert found["metrics"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_parameters_that_no_loss_reaches_are_named_at_the_first_step(two_nodes: Path) -> None:
+    for found in read(two_nodes, "idle"):
+        assert (
+            "'idle.weight', 'idle.bias' got none from the task loss or any distillation term"
+            in found["error"]
+        )
+        assert found["left"] == ["idle", "net"]
+
+
+def test_the_launcher_of_lightning_resumes_what_one_process_began(
+    tmp_path: Path, single: dict[str, Any]
 ) -> None:
-    """The checkpoint of one process continues on two."""
-    resumed, _ = train(tmp_path / "resumed", 2, "ddp", single[0] / "epoch=0.ckpt")
-    assert_equal(resumed, single[1], 1e-12)
-    saved = torch.load(tmp_path / "resumed" / "epoch=1.ckpt", weights_only=True)
-    assert sorted(saved["state_dict"]) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
+    saved = single["path"] / "plain" / "epoch=0.ckpt"
+    finish(
+        launch(str(SCRIPT), str(tmp_path), "plain", "2", "1", "ddp_find_unused_parameters_true", str(saved))
+    )
+    for found in read(tmp_path, "plain"):
+        assert_equal(found, single["plain"], 1e-12)
+    written = torch.load(tmp_path / "plain" / "epoch=1.ckpt", weights_only=True)
+    assert sorted(written["state_dict"]) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
+
+
+def test_spawned_processes_train_alike(tmp_path: Path, single: dict[str, Any]) -> None:
+    finish(launch(str(SCRIPT), str(tmp_path), "scheduled", "2", "1", "ddp_spawn"))
+    found = torch.load(tmp_path / "scheduled.rank0.pt", weights_only=True)
+    for name, value in found["student"].items():
+        torch.testing.assert_close(value, single["scheduled"]["student"][name], rtol=0, atol=1e-12)
+
+
+def test_a_killed_rank_ends_the_others_and_its_checkpoint_resumes(
+    tmp_path: Path, single: dict[str, Any]
+) -> None:
+    start = time.monotonic()
+    process = launch(str(SCRIPT), str(tmp_path), "killed", "2", "1", "ddp")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0, output
+    assert time.monotonic() - start < 110
+    assert not list(tmp_path.glob("*.pt"))
+    resumed = run.train("plain", tmp_path / "again", resume=str(tmp_path / "killed" / "epoch=0.ckpt"))
+    assert_equal(resumed, single["plain"], 1e-12)

@@ -1,0 +1,83 @@
+"""Leaving with the student: files that need nothing of this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["save_student"]
+
+
+def save_student(module: nn.Module, path: str | Path) -> Path:
+    """Write a student's weights, as its own class would, without any trace of the distillation.
+
+    Args:
+        module: the LightningModule or any part of it, during a fit or after.
+        path: ends in ``.pt``, ``.pth`` or ``.ckpt`` for a file that ``torch.load`` reads as a plain
+            ``state_dict``, in ``.safetensors`` for one of that format; anything else is a directory
+            for ``save_pretrained``, which the module must have (a transformers model).
+
+    Returns:
+        the path. The file is complete or not there: it is written beside its place and moved.
+
+    Raises:
+        ValueError: for a directory and a module without ``save_pretrained``, naming its parts that have it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save_student(nn.Linear(2, 1), Path(folder) / "student.pt")
+    ...     sorted(torch.load(saved, weights_only=True))
+    ['bias', 'weight']
+    """
+    path = Path(path)
+    inner = getattr(module, "_orig_mod", module)
+    module = inner if isinstance(inner, nn.Module) else module
+    if path.suffix in (".pt", ".pth", ".ckpt"):
+        _write(path, lambda file: torch.save(_plain_state(module), file))
+    elif path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        state = {name: tensor.contiguous().clone() for name, tensor in _plain_state(module).items()}
+        _write(path, lambda file: save_file(state, file))
+    else:
+        _save_pretrained(module, path)
+    return path
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """The ``state_dict`` on the CPU, under the names that it has without ``torch.compile``."""
+    return {
+        ".".join(part for part in name.split(".") if part != "_orig_mod"): (
+            value.detach().cpu() if isinstance(value, Tensor) else value
+        )
+        for name, value in module.state_dict().items()
+    }
+
+
+def _write(path: Path, save: Callable[[Path], Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _save_pretrained(module: nn.Module, path: Path) -> None:
+    save: Any = getattr(module, "save_pretrained", None)
+    if save is None:
+        parts = [name for name, part in module.named_modules() if hasattr(part, "save_pretrained")]
+        have = f"its {', '.join(map(repr, parts[:4]))} has" if parts else "no part of it has either"
+        raise ValueError(
+            f"{str(path)!r} names a directory, and {type(module).__name__} has no save_pretrained ({have}): pass such "
+            "a part, or a file name that ends in .pt, .ckpt or .safetensors"
+        )
+    compiled = any("_orig_mod" in name for name, _ in module.named_modules())
+    save(path, state_dict=_plain_state(module) if compiled else None)

@@ -1,0 +1,79 @@
+"""Exported students: plain files, complete or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+from softs_lightning import DistillationCallback, save_student
+from tests.training import Student, hidden, loader, make_student, make_teacher, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+
+
+class Export(DistillationCallback):
+    """Saves in mid-fit."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(make_teacher(), [hidden()])
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        save_student(pl_module, self.path)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".safetensors"])
+@pytest.mark.parametrize("when", ["during the fit", "after it", "compiled"])
+def test_the_file_is_the_users_own_state(tmp_path: Path, suffix: str, when: str) -> None:
+    student = make_student()
+    path = tmp_path / "new" / f"student{suffix}"
+    trainer(Export(path)).fit(student, loader())
+    if when == "after it":
+        save_student(student, path)
+    if when == "compiled":
+        student.net = torch.compile(student.net, backend="eager")  # type: ignore[assignment]
+        save_student(torch.compile(student, backend="eager"), path)  # type: ignore[arg-type]
+    read = (
+        safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
+    fresh = Student()
+    fresh.load_state_dict(read, strict=True)
+    for ours, theirs in zip(fresh.parameters(), student.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_transformers_students_go_to_a_directory(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    student = nn.Module()
+    student.model = transformers.BertModel(config)
+    assert save_student(student.model, tmp_path / "out") == tmp_path / "out"
+    again = transformers.BertModel.from_pretrained(tmp_path / "out")
+    for name, value in student.model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+    with pytest.raises(ValueError, match=r"Module has no save_pretrained \(its 'model' has\)"):
+        save_student(student, tmp_path / "other")
+    with pytest.raises(ValueError, match="no part of it has either"):
+        save_student(nn.Linear(1, 1), tmp_path / "other")
+
+
+def test_a_full_disk_leaves_the_earlier_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_student(nn.Linear(2, 1), tmp_path / "student.pt")
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_student(nn.Linear(2, 1), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
