@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import UnknownModuleError, resolve_module, resolve_spec
-from softs_lightning.teacher import Cost, Teacher, arguments
+from softs_lightning.teacher import Cost, Teacher, arguments, flop_counter
 from softs_lightning.tracing import Envoy
 
 __all__ = ["Outline", "outline"]
@@ -67,7 +66,8 @@ def outline(teacher: Teacher, batch: Any, spec: ProductSpec) -> Iterator[Outline
     except _UnfitError as error:
         raise error.reason from None
     except Exception as error:
-        ran = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        said = str(error).strip().partition("\n")[0]
+        ran = said if isinstance(error, _CannotScanError) else f"{type(error).__name__}: {said}"
     else:
         yield seen
         return
@@ -81,6 +81,10 @@ def outline(teacher: Teacher, batch: Any, spec: ProductSpec) -> Iterator[Outline
         teacher.release()
 
 
+class _CannotScanError(Exception):
+    """A teacher that a scan would not understand."""
+
+
 class _UnfitError(Exception):
     """Wraps what is wrong with the request itself, which running for real would not mend."""
 
@@ -90,8 +94,10 @@ class _UnfitError(Exception):
 
 
 def _scan(teacher: Teacher, batch: Any, spec: ProductSpec) -> Outline:
+    if type(teacher) is not Teacher:
+        raise _CannotScanError(f"a {type(teacher).__name__} supplies its products in its own way")
     if teacher.program is not None:
-        raise NotImplementedError("a program decides for itself what it reads")
+        raise _CannotScanError("a program decides for itself what it reads")
     if isinstance(teacher.source, nn.Module):
         module = teacher.source
     else:
@@ -118,7 +124,7 @@ def _forward(
     with ExitStack() as stack:
         stack.callback(catcher.detach_hooks)
         stack.enter_context(torch.no_grad())
-        counter = stack.enter_context(FlopCounterMode(display=False))
+        counter = stack.enter_context(flop_counter())
         meter = _Meter(module, spec, counter.get_total_flops)
         stack.callback(meter.remove)
         with catcher.for_product(spec, early_exit=False) as products:

@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
 from softs_lightning.transfer import map_tensors, transfer_to_device
 
-__all__ = ["Cost", "Teacher", "arguments"]
+__all__ = ["Cost", "Teacher", "arguments", "flop_counter"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,18 @@ class Cost:
     def saved(self) -> float:
         """The share of the operations that the early exit saves, between 0 and 1."""
         return 1 - self.used / self.full if self.full else 0.0
+
+
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter, with the attention kernel of the CPU that it leaves out."""
+
+    count: Callable[..., int] = sdpa_flop_count
+
+    def attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+        return count(q, k, v)
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={kernel: attention})
 
 
 class Teacher:
@@ -264,9 +276,9 @@ class Teacher:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
         module, _ = self._require()
         args, kwargs = self.arguments(batch)
-        with torch.no_grad(), FlopCounterMode(display=False) as whole:
+        with torch.no_grad(), flop_counter() as whole:
             module(*args, **kwargs)
-        with FlopCounterMode(display=False) as part:
+        with flop_counter() as part:
             buffer = self.supply(batch, spec)
         return Cost(whole.get_total_flops(), part.get_total_flops(), buffer.stopped_at)
 
