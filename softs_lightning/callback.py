@@ -29,7 +29,6 @@ from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
-from softs_lightning.selectors import resolve_spec
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
@@ -211,17 +210,14 @@ class DistillationCallback(Callback):
 
     def _make_projectors(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self._attached.closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
-            for pair in self.pairs:
-                resolve_spec(pl_module, pair.student)
-            ours, theirs = measure(
-                self.pairs, self.teacher, trainer, pl_module, example_batch=self.example_batch
-            )
+            assert self.teacher.module is not None
+            pairs = [pair.resolve(pl_module, self.teacher) for pair in self.pairs]
+            ours, theirs = measure(pairs, self.teacher, trainer, pl_module, example_batch=self.example_batch)
             bound = nn.ModuleList(
-                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in self.pairs
+                BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in pairs
             )
             for entry in bound:
                 assert isinstance(entry, BoundPair)
-                assert self.teacher.module is not None
                 entry.bind(pl_module, self.teacher.module)
             if self.balance is not None:
                 bound.append(self.balance.made_for([pair.name for pair in self.pairs]))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
+from softs_lightning.caches import KeptOut
 from softs_lightning.product import Item, Kind, ProductSpec, describe, take
+from softs_lightning.recorders import configured
+from softs_lightning.selectors import never_called
 
 __all__ = ["Capture"]
 
@@ -26,10 +30,16 @@ class Capture(dict[str, dict[str, list[Any]]]):
         stopped_at: the module at which the last forward was cut short, ``None`` if it ran to its end.
     """
 
-    def __init__(self, spec: ProductSpec, modules: dict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        spec: ProductSpec,
+        modules: dict[str, nn.Module],
+        resolve: Callable[[ProductSpec], ProductSpec] = lambda spec: spec,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.stopped_at: str | None = None
+        self._resolve = resolve
         self._modules = {name: ref(module) for name, module in modules.items()}
         for kind, item in spec:
             self.setdefault(item.name, {})[kind] = []
@@ -46,11 +56,12 @@ class Capture(dict[str, dict[str, list[Any]]]):
         """The values that a product_id names, after exactly one forward: inputs first, each section in order.
 
         Args:
-            product_id: by default what the session was armed with.
+            product_id: by default what the session was armed with. Selectors mean what they meant then.
 
         Raises:
             LookupError: when a module did not run, ran several times and the product_id does not say
-                which call (``name!0`` is the first), or when a pick (``name#0``) finds nothing.
+                which call (``name!0`` is the first), when a pick (``name#0``) finds nothing or
+                ``None``, and when the value is a key-value cache.
 
         >>> import torch
         >>> from softs_lightning.catcher import ModelIOCatcher
@@ -61,6 +72,8 @@ class Capture(dict[str, dict[str, list[Any]]]):
         True
         """
         spec = self.spec if product_id is None else ProductSpec.parse(product_id)
+        if any(kind not in self.get(item.name, ()) for kind, item in spec):
+            spec = self._resolve(spec)
         return [self._value(kind, item) for kind, item in spec]
 
     def _value(self, kind: Kind, item: Item) -> Any:
@@ -69,10 +82,7 @@ class Capture(dict[str, dict[str, list[Any]]]):
         if entries is None:
             raise LookupError(f"{what} was not asked of this session, which captured {self.spec}")
         if not entries:
-            raise LookupError(
-                f"{what} was not captured: the module {item.name!r} never ran in this forward, or ran in compiled "
-                "code that is older than its hook"
-            )
+            raise LookupError(f"{what} was not captured: {self._why_never(item.name)}")
         if item.call is None and len(entries) > 1:
             raise LookupError(
                 f"{what} is ambiguous: {item.name!r} ran {len(entries)} times. "
@@ -82,9 +92,33 @@ class Capture(dict[str, dict[str, list[Any]]]):
             raise LookupError(f"{what} was not captured: {item.name!r} ran only {len(entries)} times")
         entry = entries[item.call or 0]
         try:
-            return self._input(item, entry) if kind == "inputs" else take(entry, item.pick)
+            value = self._input(item, entry) if kind == "inputs" else take(entry, item.pick)
         except LookupError as error:
             raise LookupError(f"{what}: {error.args[0]}") from None
+        if value is None and item.pick and kind == "outputs":
+            raise LookupError(f"{what} is None{self._why_none(item.name)}")
+        if isinstance(value, KeptOut):
+            raise LookupError(f"{what} is a key-value cache ({value.name}), which is not kept")
+        return value
+
+    def _why_never(self, name: str) -> str:
+        module = self._modules[name]()
+        never = None if module is None else never_called(module)
+        return never or (
+            f"the module {name!r} never ran in this forward, or ran in compiled code that is older than its hook"
+        )
+
+    def _why_none(self, name: str) -> str:
+        module = self._modules[name]()
+        implementation = None if module is None else configured(module, "_attn_implementation")
+        if isinstance(module, nn.MultiheadAttention):
+            return ": it computes attention weights only for need_weights=True"
+        if implementation not in (None, "eager"):
+            return (
+                f": the {implementation!r} attention computes no weights. Build the model with "
+                'attn_implementation="eager", or call model.set_attn_implementation("eager")'
+            )
+        return ""
 
     def _input(self, item: Item, entry: dict[str, Any]) -> Any:
         args, kwargs = entry["args"], entry["kwargs"]

@@ -10,10 +10,9 @@ capture on, the model's output is bit-identical.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
@@ -22,16 +21,18 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.caches import without_caches
 from softs_lightning.capture import Capture
 from softs_lightning.product import Item, Kind, ProductSpec, parse_io_spec
 from softs_lightning.selectors import Target, resolve_module, resolve_spec
+from softs_lightning.taps import Tap, has_compiled
 from softs_lightning.transfer import iter_tensors, map_tensors, transfer_to_device
 
 __all__ = ["Capture", "ModelIOCatcher", "OverwrittenWarning", "parse_io_spec", "transfer_to_device"]
 
 Key = tuple[str, Kind]
 
-_OPENING = threading.Lock()
+_OPENING = threading.Lock()  # threads may share a catcher by mistake, and must then be told
 
 
 class OverwrittenWarning(UserWarning):
@@ -52,12 +53,12 @@ class _Session:
     def __init__(
         self,
         spec: ProductSpec,
-        targets: dict[str, Target],
+        buffer: Capture,
         device: torch.device | None,
         early_exit: bool,
         copy: bool,
     ) -> None:
-        self.buffer = Capture(spec, {name: target.module for name, target in targets.items()})
+        self.buffer = buffer
         self.device = device
         self.early_exit = early_exit
         self.copy = copy
@@ -79,7 +80,7 @@ class _Session:
         self.seen = len(self._versions)
         self.buffer.stopped_at = None
 
-    def deliver(self, keys: list[Key], value: Any) -> None:
+    def deliver(self, keys: Sequence[Key], value: Any) -> None:
         """Record one call of a module, and stop the forward if it was the last that was waited for."""
         if threading.get_ident() != self.thread or torch._C._current_graph_task_id() != -1:
             return  # another thread's forward, or activation checkpointing recomputing in backward
@@ -98,8 +99,7 @@ class _Session:
         for key in keys:
             self.buffer[key[0]][key[1]].append(kept)
             self._versions += [(key, tensor, version) for tensor, version in watched]
-            if self.running:
-                self._count(key)
+            self._count(key)
         if self.running and self.early_exit and not self.budget:
             self.stopped = True
             self.buffer.stopped_at = keys[-1][0]
@@ -134,43 +134,36 @@ class _Session:
         )
 
 
-class _Tap:
-    """A hook on one module. Copies of a hooked model get taps of their own, which nobody arms."""
+class _Tap(Tap):
+    """A hook that delivers to the session it is armed for."""
 
-    def __init__(self) -> None:
-        self.armed = False
-        self.session: _Session | None = None
-        self.keys: list[Key] = []
+    session: _Session | None = None
+    keys: Sequence[Key] = ()
 
-    def arm(self, session: _Session, key: Key) -> None:
-        if _dynamo_loaded() and "deliver" not in self.__dict__:
-            self.__dict__["deliver"] = _outside_graphs(self._deliver)
+    def watch(self, session: _Session, key: Key) -> None:
         if self.session is not session:
             self.session, self.keys = session, []
             session.taps.append(self)
-        self.keys.append(key)
-        self.armed = True
+        self.keys = [*self.keys, key]
+        self.arm()
 
     def disarm(self) -> None:
-        self.armed, self.session, self.keys = False, None, []
+        super().disarm()
+        self.session, self.keys = None, ()
 
-    def _deliver(self, value: Any) -> None:
+    def _deliver(self, *what: Any) -> None:
         if self.session is not None:
-            self.session.deliver(self.keys, value)
-
-    deliver: Callable[..., None] = _deliver
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tap:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+            self.session.deliver(self.keys, *what)
 
 
 class _InputTap(_Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.armed:
-            self.deliver({"args": args, "kwargs": dict(kwargs)})
+            self.deliver(args, kwargs)
+
+    def _deliver(self, *what: Any) -> None:
+        args, kwargs = without_caches(*what)
+        super()._deliver({"args": args, "kwargs": kwargs})
 
 
 class _OutputTap(_Tap):
@@ -189,7 +182,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         attach: ``"armed"`` puts a hook on a module when a session first asks for it, ``"all"`` puts
             both hooks on every submodule at once. A model that contains a compiled module gets
             ``"all"``: compiled code does not see hooks that are added later.
-        copy: keep copies of what is captured, safe from later in-place writes of the model.
+        copy: keep copies of the tensors captured, safe from later in-place writes of the model.
 
     A session belongs to the thread that opened it, and records every call of its modules there, also
     in a forward that another catcher drives. Forwards of other threads, and what runs while autograd
@@ -241,13 +234,21 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         self._everywhere = attach == "all"
         self._taps: WeakKeyDictionary[nn.Module, dict[Kind, tuple[_Tap, Any]]] = WeakKeyDictionary()
         self._targets: dict[str, Target] = {}
+        self._resolved: dict[ProductSpec, ProductSpec] = {}
         self._pending: tuple[ProductSpec, bool, int] | None = None
         self._session: _Session | None = None
         self.attach_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stand on modules: a copy of a catcher places its own, on the model copied with it.
-        return {**self.__dict__, "_taps": None, "_targets": {}, "_pending": None, "_session": None}
+        return {
+            **self.__dict__,
+            "_taps": None,
+            "_targets": {},
+            "_resolved": {},
+            "_pending": None,
+            "_session": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taps=WeakKeyDictionary())
@@ -257,7 +258,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
     def attach_hooks(self) -> None:
         """Let sessions place hooks (the state after construction). Calling it again changes nothing."""
         self.attached = True
-        if self._everywhere or _has_compiled(self.model):
+        if self._everywhere or has_compiled(self.model):
             for module in self.model.modules():
                 for kind in ("inputs", "outputs"):
                     self._tap(module, kind)
@@ -321,21 +322,32 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             raise ValueError(
                 "this selects nothing to capture: name a module, as in 'outputs[model.layers.0]'"
             )
-        spec = resolve_spec(self.model, spec) if self._is_new(spec) else spec
-        for _, item in spec:
-            self._target(item.name)
-        self._pending = spec, early_exit, threading.get_ident()
+        if spec.saved:
+            raise ValueError(
+                f"{ProductSpec(saved=spec.saved)} names what a program saves, which is no module: "
+                "it needs a Teacher(program=...)"
+            )
+        self._pending = self._resolve(spec), early_exit, threading.get_ident()
         return self
 
-    def _is_new(self, spec: ProductSpec) -> bool:
-        return any(item.name not in self._targets for _, item in spec)
+    def _resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` in names of modules; selectors are looked up again when a module they found was replaced."""
+        known = self._resolved.get(spec)
+        if known is None or not all(self._is_current(item.name) for _, item in known):
+            known = self._resolved[spec] = resolve_spec(self.model, spec)
+            for _, item in known:
+                self._target(item.name)
+        return known
+
+    def _is_current(self, name: str) -> bool:
+        target = self._targets.get(name)
+        return target is not None and _still_there(self.model, target)
 
     def _target(self, name: str) -> Target:
         """The module under `name` now: a layer that was replaced since is found again."""
-        target = self._targets.get(name)
-        if target is None or not _still_there(self.model, target):
-            target = self._targets[name] = resolve_module(self.model, name)
-        return target
+        if not self._is_current(name):
+            self._targets[name] = resolve_module(self.model, name)
+        return self._targets[name]
 
     def __enter__(self) -> Capture:
         pending, self._pending = self._pending, None
@@ -350,7 +362,8 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             self.attach_hooks()  # the model may have been compiled, or this catcher copied, since
         spec, early_exit, _ = pending
         targets = {item.name: self._target(item.name) for _, item in spec}
-        session = _Session(spec, targets, self.device, early_exit, self.copy)
+        buffer = Capture(spec, {name: target.module for name, target in targets.items()}, _weakly(self))
+        session = _Session(spec, buffer, self.device, early_exit, self.copy)
         with _OPENING:
             if self._session is not None:
                 where = "around this one" if self._session.thread == session.thread else "in another thread"
@@ -361,7 +374,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
             self._session = session
         try:
             for name, kind in session.needed:
-                self._tap(targets[name].module, kind).arm(session, (name, kind))
+                self._tap(targets[name].module, kind).watch(session, (name, kind))
         except BaseException:
             self._close()
             raise
@@ -414,7 +427,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
                 "the model swallowed the signal that stops its forward (a bare `except:` or `except BaseException`), "
                 "so its output is not to be trusted: open the session with early_exit=False"
             )
-        if session.budget and _has_compiled(self.model):
+        if session.budget and has_compiled(self.model):
             missed = ", ".join(f"{kind}[{name}]" for name, kind in session.budget)
             raise RuntimeError(
                 f"{missed} never fired in a compiled model: compiled code does not see hooks that are added after its "
@@ -432,6 +445,17 @@ def _item(name: str) -> Item:
     return Item.parse(name or ".")
 
 
+def _weakly(catcher: ModelIOCatcher) -> Callable[[ProductSpec], ProductSpec]:
+    """How a buffer reads selectors: through its catcher, which it must not keep alive."""
+    weak = ref(catcher)
+
+    def resolve(spec: ProductSpec) -> ProductSpec:
+        alive = weak()
+        return spec if alive is None else alive._resolve(spec)
+
+    return resolve
+
+
 def _still_there(model: nn.Module, target: Target) -> bool:
     module: nn.Module | None = model
     for part in target.path.split(".") if target.path else ():
@@ -439,27 +463,3 @@ def _still_there(model: nn.Module, target: Target) -> bool:
             return False
         module = module._modules[part]
     return module is target.module
-
-
-def _dynamo_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def _outside_graphs(deliver: Callable[..., None]) -> Any:
-    """Compiled code may check whether to deliver, but must not trace into the buffer."""
-    disable: Callable[..., Any] = torch.compiler.disable
-    reason = (
-        "ModelIOCatcher captures here, which fullgraph=True rules out: compile without it, or capture from the "
-        "model that is not compiled"
-    )
-    try:
-        return disable(deliver, reason=reason)
-    except TypeError:  # torch 2.6 takes no reason
-        return disable(deliver)
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    if not _dynamo_loaded():
-        return False
-    wrapped = sys.modules["torch._dynamo"].OptimizedModule
-    return any(isinstance(m, wrapped) or m._compiled_call_impl is not None for m in model.modules())

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.projectors import PROJECTORS, ProjectorFactory
 from softs_lightning.schedules import Constant, Schedule, as_schedule
+from softs_lightning.selectors import has_selector, resolve_spec
 
 __all__ = ["BoundPair", "Loss", "Mask", "Pair"]
 
@@ -24,6 +26,13 @@ METRICS = ("agreement", "kl", "cosine", "cka")
 
 Loss = Callable[..., Tensor]
 Mask = bool | str | Callable[[Any], Tensor | None]
+
+
+class Resolves(Protocol):
+    """Says what a product_id means in a model that may not be there."""
+
+    def resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` without selectors."""
 
 
 class Pair:
@@ -100,11 +109,8 @@ class Pair:
         for side, spec in (("teacher", self.teacher), ("student", self.student)):
             if not spec:
                 raise ValueError(f"the {side}'s product_id of a pair selects nothing: write 'outputs[name]'")
-        if len(self.teacher) != len(self.student):
-            raise ValueError(
-                f"pair {self.name!r}: the teacher's {str(self.teacher)!r} selects {len(self.teacher)} activations, "
-                f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
-            )
+        if not any(has_selector(spec) for spec in (self.teacher, self.student)):
+            self._validate_count()  # what selectors mean is known when the models are
         if isinstance(self.loss, type) or not callable(self.loss):
             raise TypeError(
                 f"pair {self.name!r}: loss must be callable as loss(student, teacher), got {self.loss!r}"
@@ -140,6 +146,36 @@ class Pair:
             raise ValueError(
                 f"pair {self.name!r}: 'cka' compares one activation with one: write a pair for each layer"
             )
+
+    def _validate_count(self) -> None:
+        if len(self.teacher) != len(self.student):
+            raise ValueError(
+                f"pair {self.name!r}: the teacher's {str(self.teacher)!r} selects {len(self.teacher)} activations, "
+                f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
+            )
+
+    def resolve(self, student: nn.Module, teacher: nn.Module | Resolves) -> Pair:
+        """This pair with what its selectors mean in two models; its name stays.
+
+        Args:
+            student: the student's module.
+            teacher: the teacher's, or a :class:`softs_lightning.Teacher`.
+
+        Raises:
+            KeyError: for what selects nothing.
+            ValueError: when the two product_ids select unlike numbers.
+
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> str(Pair("outputs[*]", "outputs[@Linear]", nn.MSELoss()).resolve(net, net).student)
+        'outputs[0|1]'
+        """
+        resolved = copy.copy(self)
+        asked = partial(resolve_spec, teacher) if isinstance(teacher, nn.Module) else teacher.resolve
+        resolved.teacher = asked(self.teacher)
+        resolved.student = resolve_spec(student, self.student)
+        resolved._validate_count()
+        resolved._validate_metrics()
+        return resolved
 
     def _validate_projector(self) -> None:
         projector = self.projector

@@ -7,14 +7,17 @@ A *product* is a set of activations named by a string::
 =====================  ==================================================================
 ``inputs[...]``        what the named modules are called with (positional and keyword)
 ``outputs[...]``       what the named modules return
+``saved[...]``         what a teacher's program saves under these names
 ``a|b``                several modules, in this order; blanks and empty items are dropped
 ``a!2``                the third call of ``a`` within one forward (counted from 0)
 ``a#0``, ``a#0.key``   one element of a tuple, mapping, dataclass or argument list
+``a#0?``               the element of a tuple, list or ``ModelOutput``, any other value whole
 ``.``                  the model itself
 =====================  ==================================================================
 
-Between the two sections blanks and any of ``| , ; & +`` may stand. A string becomes a
-:class:`ProductSpec` here, at the edge; nothing further in reads product_ids.
+Between the two sections blanks and any of ``| , ; & +`` may stand. Several modules at once are named
+by selectors, see ``softs_lightning.selectors``. A string becomes a :class:`ProductSpec` here, at the
+edge; nothing further in reads product_ids.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, cast
 
-__all__ = ["Item", "Kind", "ProductSpec", "describe", "parse_io_spec", "take"]
+__all__ = ["Item", "Kind", "ProductSpec", "describe", "element", "parse_io_spec", "take"]
 
-Kind = Literal["inputs", "outputs"]
+Kind = Literal["inputs", "outputs", "saved"]
 
-_SECTION = re.compile(r"\b(inputs|outputs)\s*\[([^\[\]]*)\]")
+_ELEMENT = re.compile(r"-?[0-9]{1,9}\?")
+_SECTION = re.compile(r"\b(inputs|outputs|saved)\s*\[([^\[\]]*)\]")
 _SEPARATORS = re.compile(r"[\s|,;&+]*")
 _ITEM = re.compile(r"(?P<name>[^#!]*)(?:!(?P<call>[^#]*))?(?:#(?P<pick>.*))?", re.DOTALL)
 
@@ -47,17 +52,26 @@ def parse_io_spec(product_id: str) -> tuple[list[str], list[str]]:
     >>> parse_io_spec("outputs[model.layers.0]")
     ([], ['model.layers.0'])
     """
+    found = _sections(product_id)
+    if found["saved"]:
+        raise ValueError(
+            f"saved[{'|'.join(found['saved'])}] names what the program of a teacher saves, and no modules"
+        )
+    return found["inputs"], found["outputs"]
+
+
+def _sections(product_id: str) -> dict[Kind, list[str]]:
     if not isinstance(product_id, str):
         raise TypeError(f"a product_id is a string, got {type(product_id).__name__}: {product_id!r}")
-    found: dict[str, list[str]] = {"inputs": [], "outputs": []}
+    found: dict[Kind, list[str]] = {"inputs": [], "outputs": [], "saved": []}
     end = 0
     for section in _SECTION.finditer(product_id):
         _refuse_leftover(product_id, end, section.start())
         items = (item.strip() for item in section[2].split("|"))
-        found[section[1]] += [item for item in items if item]
+        found[cast(Kind, section[1])] += [item for item in items if item]
         end = section.end()
     _refuse_leftover(product_id, end, len(product_id))
-    return found["inputs"], found["outputs"]
+    return found
 
 
 def _refuse_leftover(text: str, start: int, stop: int) -> None:
@@ -121,6 +135,8 @@ class Item:
 class ProductSpec:
     """A parsed product_id: what to capture, inputs first, each section in the order written.
 
+    ``saved`` names what the program of a teacher saves; see :class:`softs_lightning.Teacher`.
+
     >>> spec = ProductSpec.parse("outputs[b#0]  inputs[a]")
     >>> str(spec), len(spec)
     ('inputs[a]|outputs[b#0]', 2)
@@ -130,14 +146,14 @@ class ProductSpec:
 
     inputs: tuple[Item, ...] = ()
     outputs: tuple[Item, ...] = ()
+    saved: tuple[Item, ...] = ()
 
     @classmethod
     def parse(cls, product_id: str | ProductSpec) -> ProductSpec:
         """Parse a product_id; a spec is returned as it is. Raises ``ValueError`` as :func:`parse_io_spec`."""
         if isinstance(product_id, ProductSpec):
             return product_id
-        inputs, outputs = parse_io_spec(product_id)
-        return cls(tuple(map(Item.parse, inputs)), tuple(map(Item.parse, outputs)))
+        return _parse(product_id) if isinstance(product_id, str) else _parse.__wrapped__(product_id)
 
     @classmethod
     def union(cls, specs: Iterable[ProductSpec]) -> ProductSpec:
@@ -146,6 +162,7 @@ class ProductSpec:
         return cls(
             tuple(dict.fromkeys(item for spec in specs for item in spec.inputs)),
             tuple(dict.fromkeys(item for spec in specs for item in spec.outputs)),
+            tuple(dict.fromkeys(item for spec in specs for item in spec.saved)),
         )
 
     def __iter__(self) -> Iterator[tuple[Kind, Item]]:
@@ -153,13 +170,20 @@ class ProductSpec:
             yield "inputs", item
         for item in self.outputs:
             yield "outputs", item
+        for item in self.saved:
+            yield "saved", item
 
     def __len__(self) -> int:
-        return len(self.inputs) + len(self.outputs)
+        return len(self.inputs) + len(self.outputs) + len(self.saved)
 
     def __str__(self) -> str:
-        sections = {"inputs": self.inputs, "outputs": self.outputs}
+        sections = {"inputs": self.inputs, "outputs": self.outputs, "saved": self.saved}
         return "|".join(f"{kind}[{'|'.join(map(str, items))}]" for kind, items in sections.items() if items)
+
+
+@lru_cache(maxsize=256)  # a session is armed from the same few product_ids at every step
+def _parse(product_id: str) -> ProductSpec:
+    return ProductSpec(*(tuple(map(Item.parse, items)) for items in _sections(product_id).values()))
 
 
 def take(value: Any, pick: Sequence[int | str]) -> Any:
@@ -167,7 +191,7 @@ def take(value: Any, pick: Sequence[int | str]) -> Any:
 
     An index picks from tuples and lists (and from outputs that convert to one by ``to_tuple``),
     a key from mappings, named tuples, torch's return types and dataclasses. In a mapping without
-    the number 0, ``0`` is the key ``"0"``.
+    the number 0, ``0`` is the key ``"0"``. ``0?`` is :func:`element` 0.
 
     Raises:
         LookupError: when a step cannot be taken; the message says what stood there.
@@ -193,12 +217,32 @@ def _step(value: Any, step: int | str) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError
         return value[step]
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and step in value:
         return value[step]
+    if _ELEMENT.fullmatch(step):
+        return element(value, int(step[:-1]))
     fields = getattr(value, "__match_args__", ()) if isinstance(value, tuple) else ()
     if step in fields or step in getattr(value, "__dataclass_fields__", ()):
         return getattr(value, step)
     raise AttributeError(step)
+
+
+def element(value: Any, index: int) -> Any:
+    """The element of what a module returned: of a tuple, a list or a ``ModelOutput``; other values are whole.
+
+    Raises:
+        IndexError: when there is no such element; the message says what is there.
+
+    >>> element(("hidden", "weights"), 1), element("hidden", 1)
+    ('weights', 'hidden')
+    """
+    sequence = value.to_tuple() if hasattr(value, "to_tuple") else value
+    if not isinstance(sequence, (tuple, list)):
+        return value
+    try:
+        return sequence[index]
+    except IndexError:
+        raise IndexError(f"there is no element {index} in {describe(sequence)}") from None
 
 
 def describe(value: Any) -> str:

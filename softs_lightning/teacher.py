@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
-from softs_lightning.transfer import map_tensors
+from softs_lightning.selectors import has_selector, resolve_spec
+from softs_lightning.transfer import map_tensors, transfer_to_device
 
 if TYPE_CHECKING:
     from softs_lightning.compiled import CompiledPrefix
 
-__all__ = ["Cost", "Teacher"]
+__all__ = ["Cost", "Teacher", "arguments", "flop_counter"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,18 @@ class Cost:
         return 1 - self.used / self.full if self.full else 0.0
 
 
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter, with the attention kernel of the CPU that it leaves out."""
+
+    count: Callable[..., int] = sdpa_flop_count
+
+    def attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+        return count(q, k, v)
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={kernel: attention})
+
+
 class Teacher:
     """A frozen model that supplies products.
 
@@ -61,6 +74,11 @@ class Teacher:
             is fed by the teacher's own signature, see :func:`softs_lightning.feeding.feed`.
         early_exit: stop each forward when the last product is captured.
         copy: capture copies, for teachers that write into their activations in place.
+        program: a function of an :class:`softs_lightning.tracing.Envoy` (and, if it takes two arguments,
+            of the tracer) that runs as the block of a trace in each step. It may change the forward;
+            what it saves by ``save(value, "name")`` or returns in a mapping, pairs name as
+            ``saved[name]``. It decides where the forward stops, with ``tracer.stop()``.
+        method: the method that the program's trace calls in place of the forward, such as ``"generate"``.
         dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
             and outside autocast, whatever the precision of the training is.
         compile: compile the part before the exit as one graph (:mod:`softs_lightning.compiled`), by
@@ -85,21 +103,33 @@ class Teacher:
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         copy: bool = False,
+        program: Callable[..., Any] | None = None,
+        method: str | None = None,
         dtype: torch.dtype | str | None = None,
         compile: bool | str = False,
     ) -> None:
         if compile and copy:
             raise ValueError("a compiled teacher keeps no copies: leave copy out, or compile")
+        if compile and program is not None:
+            raise ValueError(
+                "a program runs beside the forward, which is not compiled then: leave compile out"
+            )
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
         if not isinstance(source, nn.Module):
             _refuse_required_arguments(source)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"teacher inputs must be a function of the batch, got {inputs!r}")
+        if program is not None and not callable(program):
+            raise TypeError(f"a program is a function of an envoy, got {program!r}")
+        if method is not None and program is None:
+            raise ValueError("method is what the program's trace calls: give program too")
         self.source = source
         self.inputs = inputs
         self.early_exit = early_exit
         self.copy = copy
+        self.program = program
+        self.method = method
         self.dtype = _floating(dtype)
         self.compile = compile
         self.module: nn.Module | None = None
@@ -181,9 +211,33 @@ class Teacher:
         """Where its products end up; ``None`` for where it happens to run."""
         return self._require()[1].device
 
+    def resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` with what its selectors mean in this model.
+
+        Names without selectors stay as they are where :meth:`check` accepts what the module does not
+        have: a teacher's products need not come from a live model.
+
+        Raises:
+            KeyError: for a selector that selects nothing.
+        """
+        try:
+            return resolve_spec(self._require()[0], spec)
+        except KeyError:
+            if has_selector(spec):
+                raise
+            self.check(spec)
+            return spec
+
     def check(self, spec: ProductSpec) -> None:
-        """Raise ``KeyError`` for a name that is not in the teacher."""
-        self._require()[1].for_product(spec)
+        """Raise ``KeyError`` for a name that is not in the teacher, ``ValueError`` for what only a program saves.
+
+        The names that a program saves are known when it has run.
+        """
+        _, catcher = self._require()
+        if spec.saved and self.program is not None:
+            spec = replace(spec, saved=())
+        if spec or self.program is None:
+            catcher.for_product(spec)
 
     def supply(self, batch: Any, spec: ProductSpec) -> Capture:
         """Run one forward on `batch` without gradients, up to the last activation of `spec`.
@@ -198,21 +252,15 @@ class Teacher:
         if any(m.training for m in self._modules):
             module.eval()
         args, kwargs = self.arguments(batch)
+        if self.program is not None:
+            return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
         with torch.no_grad():
-            if self.dtype is None:
-                return self._run(spec, args, kwargs)
-            dtype = self.dtype
-            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-            with _working_in(dtype, catcher.device):
-                return self._run(spec, args, kwargs)
-
-    def _run(self, spec: ProductSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-        module, catcher = self._require()
-        if self.compile:
-            return self._prefix(module, spec)(*args, **kwargs)
-        with catcher.for_product(spec, early_exit=self.early_exit) as buffer:
-            catcher.run(*args, **kwargs)
+            if self.compile:
+                found: Capture = self._in_own_dtype(self._prefix(module, spec), args, kwargs)
+                return found
+            with catcher.for_product(spec, early_exit=self.early_exit) as buffer:
+                self._in_own_dtype(catcher.run, args, kwargs)
         return buffer
 
     def _prefix(self, module: nn.Module, spec: ProductSpec) -> CompiledPrefix:
@@ -228,6 +276,45 @@ class Teacher:
         """How many graphs were compiled for this teacher since it was placed."""
         return sum(prefix.compilations for prefix in self._prefixes.values())
 
+    def _supply_by_program(
+        self, program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec
+    ) -> Capture:
+        from softs_lightning.tracing import Envoy
+
+        module, catcher = self._require()
+        hooked = replace(spec, saved=())
+        run = partial(Envoy(module, name="teacher").run, program, method=self.method)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            buffer = Capture(spec, {})
+            if hooked:
+                buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
+            saved = self._in_own_dtype(run, args, kwargs)
+        buffer.spec = spec
+        for item in spec.saved:
+            if item.name not in saved:
+                raise LookupError(
+                    f"saved[{item}]: the program {getattr(program, '__name__', program)!r} saved nothing under "
+                    f"{item.name!r}, only {', '.join(map(repr, saved)) or 'nothing at all'}"
+                )
+            kept = transfer_to_device(saved[item.name], catcher.device)
+            buffer.setdefault(item.name, {})["saved"] = [kept]
+        return buffer
+
+    def _in_own_dtype(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return run(*args, **kwargs)
+        args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        device = self._require()[1].device
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # "true" precisions of the student change it
+        try:
+            with torch.autocast("cpu" if device is None else device.type, enabled=False):
+                return run(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
+
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the teacher is called with for `batch`, as (args, kwargs)."""
         module = self._require()[0]
@@ -235,20 +322,15 @@ class Teacher:
             if self._takes is None and not isinstance(batch, torch.Tensor):
                 self._takes = Takes.of(module)
             return feed(module, batch, self._takes)
-        given = self.inputs(batch)
-        if isinstance(given, Mapping):
-            return (), dict(given)
-        if isinstance(given, tuple):
-            return given, {}
-        return (given,), {}
+        return arguments(module, batch, self.inputs)
 
     def cost(self, batch: Any, spec: ProductSpec) -> Cost:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
         module, _ = self._require()
         args, kwargs = self.arguments(batch)
-        with torch.no_grad(), FlopCounterMode(display=False) as whole:
+        with torch.no_grad(), flop_counter() as whole:
             module(*args, **kwargs)
-        with FlopCounterMode(display=False) as part:
+        with flop_counter() as part:
             buffer = self.supply(batch, spec)
         return Cost(whole.get_total_flops(), part.get_total_flops(), buffer.stopped_at)
 
@@ -267,20 +349,22 @@ def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-@contextmanager
-def _working_in(dtype: torch.dtype, device: torch.device | None) -> Iterator[None]:
-    """No autocast, and `dtype` for what the model makes anew: "true" precisions of a trainer change it."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.autocast("cpu" if device is None else device.type, enabled=False):
-            yield
-    finally:
-        torch.set_default_dtype(default)
-
-
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
+
+
+def arguments(
+    module: nn.Module, batch: Any, inputs: Callable[[Any], Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a teacher is called with for a batch, as (args, kwargs): what `inputs` says, or its own signature."""
+    if inputs is None:
+        return feed(module, batch)
+    given = inputs(batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, tuple):
+        return given, {}
+    return (given,), {}
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 __all__ = ["CASES", "MLP", "Case", "ResNet", "mlp", "resnet", "seeded"]
 
 
-def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
     """The module that `build` makes, with the same random weights each time, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -29,7 +29,7 @@ class MLP(nn.Module):
         self.act = nn.Tanh()
         self.head = nn.Linear(width, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             x = self.act(layer(x))
         return self.head(x)
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += x
@@ -63,20 +63,20 @@ class ResNet(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(channels, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.pool(self.blocks(self.stem(x)))
         return self.head(torch.flatten(x, 1))
 
 
-def mlp(width: int = 8, depth: int = 4) -> nn.Module:
+def mlp(width: int = 8, depth: int = 4) -> Any:
     return seeded(lambda: MLP(width, depth))
 
 
-def resnet(width: int = 6, depth: int = 4) -> nn.Module:
+def resnet(width: int = 6, depth: int = 4) -> Any:
     return seeded(lambda: ResNet(width, depth))
 
 
-def bert(width: int = 16, depth: int = 4) -> nn.Module:
+def bert(width: int = 16, depth: int = 4) -> Any:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -89,14 +89,16 @@ def bert(width: int = 16, depth: int = 4) -> nn.Module:
     return seeded(lambda: BertModel(config))
 
 
-def gpt2(width: int = 16, depth: int = 4) -> nn.Module:
+def gpt2(width: int = 16, depth: int = 4) -> Any:
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(vocab_size=50, n_embd=width, n_layer=depth, n_head=2, n_positions=64)
+    config = GPT2Config(
+        vocab_size=50, n_embd=width, n_layer=depth, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     return seeded(lambda: GPT2Model(config))
 
 
-def llama(width: int = 16, depth: int = 4) -> nn.Module:
+def llama(width: int = 16, depth: int = 4) -> Any:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -126,19 +128,6 @@ def tokens(rows: int = 3, length: int = 7) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class _MLPStart(nn.Module):
-    """The first layers of an MLP, written again."""
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(nn.functional.linear(x, layer.weight, layer.bias))
-        return x
-
-
 class _Start(nn.Module):
     """The stem of a ResNet and some of its blocks."""
 
@@ -146,29 +135,30 @@ class _Start(nn.Module):
         super().__init__()
         self.parts = nn.Sequential(*parts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.parts(x)
 
 
-def _mlp_cut(model: Any, k: int) -> nn.Module:
-    return _MLPStart(model.layers[:k])
+def _mlp_cut(model: Any, k: int) -> Any:
+    model.layers, model.head = model.layers[:k], nn.Identity()
+    return model
 
 
-def _resnet_cut(model: Any, k: int) -> nn.Module:
+def _resnet_cut(model: Any, k: int) -> Any:
     return _Start(model.stem, *list(model.blocks)[:k])
 
 
-def _bert_cut(model: Any, k: int) -> nn.Module:
+def _bert_cut(model: Any, k: int) -> Any:
     model.encoder.layer, model.pooler = model.encoder.layer[:k], None
     return model
 
 
-def _gpt2_cut(model: Any, k: int) -> nn.Module:
+def _gpt2_cut(model: Any, k: int) -> Any:
     model.h, model.ln_f = model.h[:k], nn.Identity()
     return model
 
 
-def _llama_cut(model: Any, k: int) -> nn.Module:
+def _llama_cut(model: Any, k: int) -> Any:
     model.layers, model.norm = model.layers[:k], nn.Identity()
     return model
 
@@ -180,20 +170,21 @@ class Case:
     ``build`` takes the width and the number of layers, ``batch`` the number of rows.
     """
 
-    build: Callable[..., nn.Module]
+    build: Callable[..., Any]
     batch: Callable[..., dict[str, Any]]
     layer: str
-    _cut: Callable[[nn.Module, int], nn.Module]
+    _cut: Callable[[Any, int], Any]
     depth: int = 4
 
-    def cut(self, model: nn.Module, k: int) -> nn.Module:
+    def cut(self, model: nn.Module, k: int) -> Any:
         """A copy of `model` that ends before layer `k`, made without hooks."""
         return self._cut(copy.deepcopy(model), k).eval()
 
     def before(self, model: nn.Module, k: int, batch: dict[str, Any]) -> Tensor:
         """What reaches layer `k`."""
         out = self.cut(model, k)(**batch)
-        return out if isinstance(out, Tensor) else out.last_hidden_state
+        hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
+        return hidden
 
 
 CASES = {

@@ -143,7 +143,7 @@ def test_attention_weights_need_eager_attention() -> None:
     pair = Pair(f"outputs[{item}]", f"outputs[model.{item}]", nn.MSELoss())
     batches: Any = DataLoader(tokens("class"), batch_size=4)  # type: ignore[arg-type]
     student = Wrapped(bert(2, 8, seed=3))
-    with pytest.raises(TypeError, match=r"is None\. Attention weights are None under fused attention"):
+    with pytest.raises(LookupError, match=r"is None: the .sdpa. attention computes no weights"):
         trainer(DistillationCallback(partial(bert, 3, 16, seed=4), [pair])).fit(student, batches)
     assert_untouched(student)
     eager = {"attn_implementation": "eager"}

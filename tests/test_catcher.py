@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 2)
         self.unused = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             x = layer(x, scale=2.0)["hidden"]
         self.log.append("head")
@@ -78,7 +78,8 @@ def test_the_buffer_has_the_documented_shape(net: Net) -> None:
 def test_every_name_of_named_modules_can_be_selected(kind: str) -> None:
     model = mlp()
     for name in dict(model.named_modules()):
-        with ModelIOCatcher(model)(**{kind: [name]}) as buf:
+        asked: dict[str, Any] = {kind: [name]}
+        with ModelIOCatcher(model)(**asked) as buf:
             model(torch.ones(1, 8))
         assert set(buf[name]) == {kind}
 
@@ -271,7 +272,7 @@ class Repeated(nn.Module):
         self.shared, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for _ in range(3):
             x = self.shared(x)
             self.calls += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
-from tests.models import MLP, mlp
+from tests.models import mlp
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 
 @pytest.fixture
-def model() -> MLP:
-    return mlp()  # type: ignore[return-value]
+def model() -> Any:
+    return mlp()
 
 
 def counts(buf: Capture) -> dict[str, int]:
@@ -36,7 +36,7 @@ def idle(model: nn.Module) -> bool:
 # -- one catcher -----------------------------------------------------------------------------------
 
 
-def test_a_second_session_of_one_catcher_is_refused_and_the_first_goes_on(model: MLP) -> None:
+def test_a_second_session_of_one_catcher_is_refused_and_the_first_goes_on(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     with catcher.for_product("outputs[layers.0]") as buf:
         with (
@@ -51,7 +51,7 @@ def test_a_second_session_of_one_catcher_is_refused_and_the_first_goes_on(model:
         pass
 
 
-def test_run_inside_run_is_refused(model: MLP) -> None:
+def test_run_inside_run_is_refused(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     handle = model.layers[1].register_forward_hook(lambda *_: catcher.run(X))
     with (
@@ -65,10 +65,10 @@ def test_run_inside_run_is_refused(model: MLP) -> None:
     assert counts(buf) == {"outputs[layers.2]": 1}
 
 
-def test_a_session_driven_by_a_generator(model: MLP) -> None:
+def test_a_session_driven_by_a_generator(model: Any) -> None:
     catcher = ModelIOCatcher(model)
 
-    def activations() -> Iterator[Tensor]:
+    def activations() -> Generator[Tensor]:
         with catcher.for_product("outputs[layers.0]") as buf:
             for i in range(3):
                 catcher.run(X + i)
@@ -87,7 +87,7 @@ def test_a_session_driven_by_a_generator(model: MLP) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
-def test_an_exception_in_the_block_disarms(model: MLP, error: type[BaseException]) -> None:
+def test_an_exception_in_the_block_disarms(model: Any, error: type[BaseException]) -> None:
     catcher = ModelIOCatcher(model)
     buffers: list[Capture] = []
 
@@ -104,7 +104,7 @@ def test_an_exception_in_the_block_disarms(model: MLP, error: type[BaseException
     assert counts(buffers[0]) == {"inputs[layers.0]": 1, "outputs[head]": 1}
 
 
-def test_a_failure_while_arming_disarms(model: MLP, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_arming_disarms(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     catcher = ModelIOCatcher(model)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_failure_while_arming_disarms(model: MLP, monkeypatch: pytest.MonkeyPa
 # -- two catchers ----------------------------------------------------------------------------------
 
 
-def test_two_catchers_watch_one_forward(model: MLP) -> None:
+def test_two_catchers_watch_one_forward(model: Any) -> None:
     a, b = ModelIOCatcher(model), ModelIOCatcher(model, attach="all")
     with a(outputs=["layers.0", "head"]) as left, b(inputs=["head"], outputs=["layers.0"]) as right:
         model(X)
@@ -131,7 +131,7 @@ def test_two_catchers_watch_one_forward(model: MLP) -> None:
     assert left["layers.0"]["outputs"][0] is right["layers.0"]["outputs"][0]
 
 
-def test_they_end_in_any_order(model: MLP) -> None:
+def test_they_end_in_any_order(model: Any) -> None:
     a, b = ModelIOCatcher(model), ModelIOCatcher(model)
     left = a(outputs=["layers.0"]).__enter__()
     right = b(outputs=["layers.0"]).__enter__()
@@ -143,7 +143,7 @@ def test_they_end_in_any_order(model: MLP) -> None:
     assert (counts(left)["outputs[layers.0]"], counts(right)["outputs[layers.0]"]) == (1, 2)
 
 
-def test_one_runs_with_an_early_exit_while_the_other_watches(model: MLP) -> None:
+def test_one_runs_with_an_early_exit_while_the_other_watches(model: Any) -> None:
     a, b = ModelIOCatcher(model), ModelIOCatcher(model)
     with a(outputs=["layers.0", "layers.3"]) as watching, b.for_product("outputs[layers.1]") as buf:
         assert b.run(X) is None
@@ -151,10 +151,10 @@ def test_one_runs_with_an_early_exit_while_the_other_watches(model: MLP) -> None
     assert counts(buf) == {"outputs[layers.1]": 1}
 
 
-def test_an_inner_early_exit_inside_an_outer_run_ends_only_the_inner_forward(model: MLP) -> None:
+def test_an_inner_early_exit_inside_an_outer_run_ends_only_the_inner_forward(model: Any) -> None:
     outer, inner = ModelIOCatcher(model), ModelIOCatcher(model)
     inside: list[Tensor] = []
-    entered = []
+    entered: list[int] = []
 
     def look_ahead(module: nn.Module, args: Any, output: Tensor) -> None:
         if not entered:
@@ -176,7 +176,7 @@ def test_an_inner_early_exit_inside_an_outer_run_ends_only_the_inner_forward(mod
     assert torch.equal(inside[0], last)
 
 
-def test_an_outer_stop_inside_an_inner_run_reaches_the_outer_run(model: MLP) -> None:
+def test_an_outer_stop_inside_an_inner_run_reaches_the_outer_run(model: Any) -> None:
     outer, inner = ModelIOCatcher(model), ModelIOCatcher(model)
     after: list[int] = []
 
@@ -201,7 +201,7 @@ def test_an_outer_stop_inside_an_inner_run_reaches_the_outer_run(model: MLP) -> 
         assert inner.run(X) is None
 
 
-def test_a_forward_driven_by_the_other_catcher_is_no_run_of_an_early_exit(model: MLP) -> None:
+def test_a_forward_driven_by_the_other_catcher_is_no_run_of_an_early_exit(model: Any) -> None:
     a, b = ModelIOCatcher(model), ModelIOCatcher(model)
     with (
         a.for_product("outputs[layers.0]"),
@@ -212,7 +212,7 @@ def test_a_forward_driven_by_the_other_catcher_is_no_run_of_an_early_exit(model:
     assert idle(model)
 
 
-def test_one_catcher_detaches_and_the_others_hooks_stay(model: MLP) -> None:
+def test_one_catcher_detaches_and_the_others_hooks_stay(model: Any) -> None:
     a, b = ModelIOCatcher(model, attach="all"), ModelIOCatcher(model)
     own: list[int] = []
     model.layers[0].register_forward_hook(lambda *_: own.append(1))
@@ -242,7 +242,7 @@ def in_thread(work: Any) -> Any:
     return result[0]
 
 
-def test_forwards_of_other_threads_are_not_captured(model: MLP) -> None:
+def test_forwards_of_other_threads_are_not_captured(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     with catcher.for_product("outputs[layers.0]") as buf:
         expected = in_thread(lambda: model(X))
@@ -253,7 +253,23 @@ def test_forwards_of_other_threads_are_not_captured(model: MLP) -> None:
     assert counts(buf) == {"outputs[layers.0]": 1}
 
 
-def test_another_thread_cannot_open_a_second_session(model: MLP) -> None:
+def test_a_run_of_another_thread_in_the_middle_of_a_run_is_a_plain_call(model: Any) -> None:
+    catcher = ModelIOCatcher(model)
+    expected = model(X)
+    beside: list[Any] = []
+
+    def run_beside(*_: Any) -> None:
+        handle.remove()
+        beside.append(in_thread(lambda: catcher.run(X)))
+
+    handle = model.layers[0].register_forward_pre_hook(run_beside)
+    with catcher.for_product("outputs[layers.1]") as buf:
+        assert catcher.run(X) is None
+    assert torch.equal(beside[0], expected)
+    assert counts(buf) == {"outputs[layers.1]": 1}
+
+
+def test_another_thread_cannot_open_a_second_session(model: Any) -> None:
     catcher = ModelIOCatcher(model)
 
     def work() -> None:
@@ -264,7 +280,7 @@ def test_another_thread_cannot_open_a_second_session(model: MLP) -> None:
         assert "session open in another thread" in str(in_thread(work))
 
 
-def test_what_another_thread_armed_is_not_entered(model: MLP) -> None:
+def test_what_another_thread_armed_is_not_entered(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     armed = catcher.for_product("outputs[layers.0]")
     in_thread(lambda: catcher.for_product("outputs[layers.1]"))
@@ -272,7 +288,7 @@ def test_what_another_thread_armed_is_not_entered(model: MLP) -> None:
         pass
 
 
-def test_threads_with_a_catcher_each_see_their_own_forwards(model: MLP) -> None:
+def test_threads_with_a_catcher_each_see_their_own_forwards(model: Any) -> None:
     gate = threading.Barrier(4)
 
     def work(i: int) -> tuple[list[Tensor], int]:
@@ -331,7 +347,7 @@ def test_the_model_is_freed_with_its_catcher_and_not_kept_by_the_buffer(
 
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("early_exit", [True, False])
-def test_the_catcher_keeps_nothing_of_a_session(model: MLP, early_exit: bool) -> None:
+def test_the_catcher_keeps_nothing_of_a_session(model: Any, early_exit: bool) -> None:
     catcher = ModelIOCatcher(model)
     with torch.no_grad(), catcher.for_product("outputs[layers.1]", early_exit) as buf:
         catcher.run(X)
@@ -341,7 +357,7 @@ def test_the_catcher_keeps_nothing_of_a_session(model: MLP, early_exit: bool) ->
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_what_is_taken_out_of_the_buffer_is_freed_while_the_session_lasts(model: MLP) -> None:
+def test_what_is_taken_out_of_the_buffer_is_freed_while_the_session_lasts(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     alive: list[weakref.ref[Tensor]] = []
     with torch.no_grad(), catcher.for_product("outputs[layers.1]") as buf:
@@ -352,7 +368,7 @@ def test_what_is_taken_out_of_the_buffer_is_freed_while_the_session_lasts(model:
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_an_exception_in_the_model_keeps_nothing(model: MLP) -> None:
+def test_an_exception_in_the_model_keeps_nothing(model: Any) -> None:
     catcher = ModelIOCatcher(model)
     alive: list[weakref.ref[Tensor]] = []
 

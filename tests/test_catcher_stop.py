@@ -150,7 +150,7 @@ def thread_state() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
-        torch.overrides._len_torch_function_stack(),
+        torch._C._len_torch_function_stack(),
         torch.get_default_device(),
     )
 

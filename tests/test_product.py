@@ -213,7 +213,7 @@ def test_a_pick_follows_torch_return_types_and_model_outputs() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
     hidden = torch.ones(1)
-    output = BaseModelOutput(last_hidden_state=hidden, attentions=(hidden, hidden + 1))
+    output: Any = BaseModelOutput(last_hidden_state=hidden, attentions=(hidden, hidden + 1))
     assert take(output, (0,)) is hidden
     assert take(output, ("last_hidden_state",)) is hidden
     assert take(output, (1, 1)) is output.attentions[1]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ class Tied(nn.Module):
         self.encoder = nn.ModuleDict({"embed": nn.Linear(4, 4)})
         self.decoder = self.encoder["embed"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.decoder(self.encoder["embed"](x))
 
 
@@ -28,7 +30,7 @@ class Wrapper(nn.Module):
         self.attribute = attribute
         self.add_module(attribute, inner)
 
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: torch.Tensor) -> Any:
         return getattr(self, self.attribute)(*args)
 
 
@@ -84,7 +86,7 @@ def test_a_module_that_is_called_module_keeps_its_name() -> None:
 
 
 def test_two_places_that_differ_only_in_wrappers_are_ambiguous() -> None:
-    model = nn.ModuleDict(
+    model: Any = nn.ModuleDict(
         {"a": Wrapper(nn.ModuleDict({"x": nn.Linear(1, 1)}), "module"), "module": nn.Module()}
     )
     model["module"].add_module("a", nn.ModuleDict({"x": nn.Linear(1, 1)}))

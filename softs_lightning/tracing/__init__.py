@@ -1,0 +1,44 @@
+"""Read and change a forward pass from a with block.
+
+=============== ==========================================================================================
+source          from a running frame to the compiled body of its with statement
+capture         a with block that runs later, and whose names come back
+baton           what one thread hands to another so that only one of them runs
+worker          a block on a thread of its own
+interleave      a run: the model on this thread, served to the blocks that wait for it
+saving          which values outlive a trace
+iterations      steps of a repeated run, and barriers
+interpose       what is put around a model while a trace runs
+ambient         grad mode, autocast, devices, modes: from the caller to the blocks
+batching        several inputs in one forward
+cache           many activations at once
+invoke          one block of a batch
+tracer          what goes into a with statement
+envoy           a model, seen from a block
+=============== ==========================================================================================
+
+A block shares no lock with the model: a block that takes an ``RLock`` which the model holds waits forever.
+"""
+
+from softs_lightning.tracing.cache import CacheView
+from softs_lightning.tracing.envoy import Envoy
+from softs_lightning.tracing.errors import OutOfOrderError, OutsideTraceError, WithBlockNotFoundError
+from softs_lightning.tracing.invoke import Invoker, Outcome
+from softs_lightning.tracing.iterations import Barrier, Iterations
+from softs_lightning.tracing.saving import save
+from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
+
+__all__ = [
+    "Barrier",
+    "CacheView",
+    "Envoy",
+    "InterleavingTracer",
+    "Invoker",
+    "Iterations",
+    "OutOfOrderError",
+    "Outcome",
+    "OutsideTraceError",
+    "ScanningTracer",
+    "WithBlockNotFoundError",
+    "save",
+]

@@ -1,0 +1,159 @@
+"""softs-distill: run, explain and list recipes.
+
+Hydra composes the config; this module decides which command is meant, turns what went wrong into one
+message, and imports torch only behind that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from softs_lightning import catalog
+from softs_lightning.compose import WRITE_NOTHING, compose, wants_traceback
+from softs_lightning.config import Refusal, check, nearest
+
+__all__ = ["main"]
+
+HELP = """\
+usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if none is named)
+       softs-distill explain [recipe=NAME] [key=value ...]
+                                  what its product_ids select, where the teacher stops; no training
+       softs-distill recipes [list]         the recipes there are
+       softs-distill recipes show NAME      print one
+       softs-distill recipes copy NAME [FOLDER or FILE.yaml]
+                                  a copy to change; run it with --config-dir FOLDER recipe=...
+
+options (they are Hydra's):
+  --config-dir DIR        also look for recipes and groups in DIR (DIR/recipe/own.yaml: recipe=own)
+  --cfg job               print the composed config and stop
+  --multirun              one run for each combination: seed or key=1,2,3
+  --hydra-help            the rest of them
+HYDRA_FULL_ERROR=1 in the environment adds the traceback to an error.
+
+examples:
+  softs-distill
+  softs-distill recipe=digits 'seeds=[0,1]' data.labels=100
+  softs-distill trainer.devices=2 trainer.strategy=ddp
+  softs-distill explain "pairs.0.teacher='outputs[head]'"    # brackets: quoted twice
+
+Results go to outputs/RECIPE/TIME/. `python -m softs_lightning` is the same command.
+
+recipes:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out one command line (that of the process, if none is given) and return its exit code.
+
+    >>> main(["recipes", "show", "digit"])  # says on stderr: There is no recipe 'digit'. Did you mean digits?
+    2
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("softs-distill: interrupted", file=sys.stderr)
+        return 130
+    except Refusal as refusal:
+        if wants_traceback():
+            raise
+        if _is_worker():
+            return 0  # the first process says it
+        print(f"softs-distill: {refusal}", file=sys.stderr)
+        return refusal.code
+
+
+def _is_worker() -> bool:
+    return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(HELP + "\n".join(_listed()))
+        return 0
+    command = arguments[0] if arguments else ""
+    if command == "recipes":
+        return _recipes(arguments[1:])
+    if command == "explain":
+        return _explain(arguments[1:])
+    if command and command[0] not in "-+~" and "=" not in command:
+        known = {"explain", "recipes", *(f"recipe={name}" for name in catalog.recipes())}
+        raise Refusal(f"There is no command {command!r}. {nearest(command, known)} See softs-distill --help.")
+    return _run(arguments)
+
+
+def _listed() -> list[str]:
+    known = catalog.recipes()
+    width = max(map(len, known))
+    return [f"  {name:{width}}  {catalog.summary(file)}" for name, file in known.items()]
+
+
+def _recipes(arguments: list[str]) -> int:
+    match arguments:
+        case [] | ["list"]:
+            print("\n".join(_listed()))
+        case ["show", name]:
+            print(catalog.find(name).read_text(encoding="utf-8"), end="")
+        case ["copy", name, *rest] if len(rest) < 2:
+            file = catalog.copy(name, Path(*rest))
+            print(f"{file}")
+        case [action, *_] if action not in ("list", "show", "copy"):
+            raise Refusal(f"There is no 'recipes {action}'. {nearest(action, ['list', 'show', 'copy'])}")
+        case _:
+            raise Refusal(
+                "Write: recipes list, recipes show NAME, or recipes copy NAME [FOLDER or FILE.yaml]."
+            )
+    return 0
+
+
+def _run(arguments: list[str]) -> int:
+    def run(recipe: Any) -> None:
+        check(recipe)
+        _quieten()
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        from softs_lightning.experiment import run_recipe
+
+        hydra = HydraConfig.get()
+        sweep = hydra.mode is RunMode.MULTIRUN
+        name, directory = hydra.runtime.choices[catalog.GROUP], Path(hydra.runtime.output_dir)
+        run_recipe(recipe, name=name, directory=directory, sweep=sweep)
+
+    looks_only = any(
+        argument.startswith(("-m", "--multirun", "-c", "--cfg", "--info")) for argument in arguments
+    )
+    if not looks_only:
+        compose([*arguments, *WRITE_NOTHING], check)  # a recipe that is refused leaves no folder behind
+    compose(arguments, run)
+    return 0
+
+
+def _quieten() -> None:
+    """Lightning's hints about hardware, worker processes and its own future are not news to who runs a recipe."""
+    import logging
+    import warnings
+
+    import lightning.pytorch  # noqa: F401  (sets its own level when it is imported)
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"lightning\.")
+
+
+def _explain(arguments: list[str]) -> int:
+    def explain(recipe: Any) -> None:
+        check(recipe)
+        _quieten()
+        from softs_lightning.explain import explain_recipe
+
+        print(explain_recipe(recipe))
+
+    compose([*arguments, *WRITE_NOTHING], explain)
+    return 0

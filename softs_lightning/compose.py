@@ -1,0 +1,201 @@
+"""From a command line to a composed recipe, with Hydra; what goes wrong becomes one message."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from softs_lightning import catalog
+from softs_lightning.config import Refusal, nearest
+
+__all__ = ["WRITE_NOTHING", "compose", "wants_traceback"]
+
+Task = Callable[[Any], None]
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+# A command that only looks writes no folder and no log.
+WRITE_NOTHING = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+
+
+def compose(arguments: list[str], task: Task) -> None:
+    """Compose the config as `arguments` say and hand it to `task`; what goes wrong becomes a `Refusal`."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    chosen, full = os.environ.get(FULL_ERROR), wants_traceback()
+    _find_recipes(arguments)
+    refusals: list[Refusal] = []
+
+    def guarded(recipe: Any) -> None:
+        # Hydra adds lines of its own to what a task raises, and ends a sweep at the first of them.
+        try:
+            with _full_error(chosen):  # the processes that a run starts see what the user set
+                task(recipe)
+        except Refusal as refusal:
+            refusals.append(refusal)
+        except HydraException as error:
+            if full:
+                raise
+            refusals.append(Refusal(str(error)))
+        except Exception as error:
+            if full or not _is_for_the_user(error):
+                raise
+            refusals.append(Refusal(str(error.args[0] if error.args else error)))
+
+    try:
+        _call_hydra(arguments, guarded)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        if full:
+            raise
+        raise Refusal(_plainly(error, arguments)) from error
+    if refusals:
+        raise refusals[0]
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked for Python's account of an error (Hydra's own switch)."""
+    return bool(os.environ.get(FULL_ERROR))
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether this package, or Lightning of a setting, raised it: then the message says all."""
+    if type(error).__name__ == "MisconfigurationException":
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    if raised_in.startswith("lightning.") and type(error) is ValueError:
+        return True
+    ours = raised_in.startswith("softs_lightning.") and not raised_in.startswith("softs_lightning.recipes.")
+    return ours and not isinstance(error, AssertionError)
+
+
+def _call_hydra(arguments: list[str], task: Task) -> None:
+    import hydra
+
+    with _command_line(arguments), _full_error("1"):
+        hydra.main(version_base="1.3", config_path="pkg://softs_lightning.conf", config_name="distill")(
+            task
+        )()
+
+
+@contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _full_error(value: str | None) -> Iterator[None]:
+    """Set or unset the variable under which Hydra raises errors instead of printing them and leaving the process."""
+    before = os.environ.get(FULL_ERROR)
+    _set(value)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(FULL_ERROR, None)
+    else:
+        os.environ[FULL_ERROR] = value
+
+
+def _find_recipes(arguments: list[str]) -> None:
+    """Refuse a recipe that does not exist, before Hydra is imported."""
+    folders = _folders(arguments)
+    for folder in folders:
+        if not folder.is_dir():
+            raise Refusal(f"--config-dir {folder}: there is no such folder.")
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name.lstrip("+") == catalog.GROUP:
+            for choice in value.split(","):
+                catalog.find(choice.strip("'\" "), folders)
+
+
+def _folders(arguments: Sequence[str]) -> list[Path]:
+    text = "\n".join(arguments)
+    return [Path(folder) for folder in re.findall(r"^(?:--config-dir|-cd)[=\n](.+)$", text, re.MULTILINE)]
+
+
+def _plainly(error: Exception, arguments: list[str]) -> str:
+    """Hydra's message, with the nearest names and without advice for its developers."""
+    text = str(error).strip()
+    if (option := re.search(r"Could not override '([^']+)'", text)) is not None:
+        name = option[1]
+        return (
+            f"This recipe has no option {name!r}. {_nearest_option(name, _options(arguments))} "
+            f"(To hand on one that the recipe does not mention: +{name}=...)"
+        )
+    if (
+        group := re.search(r"Could not override '?([^'\s]+)'?\.\s*No match in the defaults", text)
+    ) is not None:
+        return f"This recipe has no group {group[1]!r}. {_nearest_option(group[1], _options(arguments))}"
+    if (
+        "LexerNoViableAlt" in text
+        or "mismatched input" in text
+        or "no viable alternative" in text
+        or "token recognition" in text
+    ):
+        return (
+            f"{text.splitlines()[0]}\n"
+            "Values with brackets, commas or signs are quoted twice: \"pairs.0.teacher='outputs[name]'\""
+        )
+    return text.partition("\nConfig search path:")[0]
+
+
+def _nearest_option(name: str, options: list[str]) -> str:
+    """The closest of all options; else those that stand beside it, not all hundred."""
+    parent = name.rpartition(".")[0]
+    while parent and parent not in options:
+        parent = parent.rpartition(".")[0]
+    beside = [option for option in options if option.rpartition(".")[0] == parent and "._" not in option]
+    close = nearest(name, options)
+    return close if close.startswith("Did") else nearest(name, beside)
+
+
+def _options(arguments: list[str]) -> list[str]:
+    """Every option of the recipe that `arguments` name, as written on the command line."""
+    from omegaconf import OmegaConf
+
+    found: list[str] = []
+
+    def collect(node: Any, path: str) -> None:
+        inside: Iterable[tuple[Any, Any]] = ()
+        if isinstance(node, dict):
+            inside = node.items()
+        elif isinstance(node, list):
+            inside = enumerate(node)
+        for key, value in inside:
+            name = f"{path}.{key}" if path else str(key)
+            found.append(name)
+            collect(value, name)
+
+    kept = [
+        argument
+        for position, argument in enumerate(arguments)
+        if argument.startswith((catalog.GROUP + "=", "--config-dir", "-cd"))
+        or (position and arguments[position - 1] in ("--config-dir", "-cd"))
+    ]
+    _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(OmegaConf.to_container(recipe), ""))
+    return found

@@ -1,0 +1,203 @@
+"""What a recipe's product_ids select, and what stopping early saves: a dry run on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from softs_lightning.callback import DistillationCallback
+from softs_lightning.config import Refusal, build
+from softs_lightning.dryrun import rehearse
+from softs_lightning.outline import outline
+from softs_lightning.pairing import Pair
+from softs_lightning.product import ProductSpec, describe
+from softs_lightning.selectors import resolve_module
+from softs_lightning.teacher import Cost
+from softs_lightning.trained import TrainedTeacher
+
+__all__ = [
+    "Examination",
+    "Plan",
+    "Selected",
+    "build_callbacks",
+    "examine",
+    "explain_recipe",
+    "leave_untrained",
+    "parameters",
+]
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One activation: how it was asked for, the class of its module, and what it is for this batch."""
+
+    product: str
+    module: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one distillation callback will do in every step."""
+
+    name: str
+    teacher: str
+    teacher_parameters: int
+    cost: Cost
+    ran: str | None  # why the teacher ran for real, None where a scan was enough
+    pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A recipe after its dry run."""
+
+    student: str
+    student_parameters: int
+    plans: tuple[Plan, ...]
+
+
+def parameters(module: nn.Module) -> int:
+    """How many numbers a module learns, shared ones counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def examine(recipe: DictConfig) -> Examination:
+    """Run teacher and student once on a batch of the recipe's data; nothing is trained or written.
+
+    A teacher that has yet to be trained takes part with random weights: names, shapes and costs are the same.
+
+    Raises:
+        Refusal: for whatever in the recipe does not fit teacher, student or data.
+    """
+    batch = _batch(recipe)
+    student: L.LightningModule = build(recipe.student, "student")
+    callbacks = build_callbacks(recipe)
+    distilling = [callback for callback in callbacks if isinstance(callback, DistillationCallback)]
+    if not distilling:
+        raise Refusal("None of the recipe's callbacks distils; callbacks=distill adds the one that does.")
+    plans = tuple(_plan(callback, student, batch) for callback in distilling)
+    return Examination(type(student).__name__, parameters(student), plans)
+
+
+def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
+    """The recipe's callbacks, those set to null left out."""
+    return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
+
+
+def leave_untrained(callback: DistillationCallback) -> None:
+    """Let a teacher that has yet to be trained take part with random weights."""
+    if isinstance(callback.teacher.source, TrainedTeacher):
+        callback.teacher.source = callback.teacher.source.untrained
+
+
+def _batch(recipe: DictConfig) -> Any:
+    data: L.LightningDataModule = build(recipe.data, "data")
+    data.prepare_data()
+    data.setup("fit")
+    loaders = CombinedLoader(data.train_dataloader(), mode="max_size_cycle")
+    for batch, _, _ in loaders:
+        return batch
+    raise Refusal("data: the training data holds not one batch; a smaller batch_size may help.")
+
+
+def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any) -> Plan:
+    leave_untrained(callback)
+    wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
+    with ExitStack() as stack:
+        with _refusing(f"{callback.name}, teacher"):
+            seen = stack.enter_context(outline(callback.teacher, batch, wanted))
+        with _refusing(f"{callback.name}, student"):
+            pairs = [pair.resolve(student, seen.module) for pair in callback.pairs]
+        with _refusing(f"{callback.name}, teacher"):
+            theirs = [
+                _selected(pair.teacher, seen.products.select(pair.teacher), seen.module) for pair in pairs
+            ]
+        name, size = type(seen.module).__name__, parameters(seen.module)
+    captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
+    with _refusing(f"{callback.name}, student"):
+        ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
+    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
+
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError) as error:
+        text = error.args[0] if error.args else error
+        raise Refusal(f"{where}: {text}") from error
+
+
+def _selected(spec: ProductSpec, values: Sequence[Any], model: nn.Module) -> tuple[Selected, ...]:
+    return tuple(
+        Selected(f"{kind}[{item}]", type(resolve_module(model, item.name).module).__name__, _shape(value))
+        for (kind, item), value in zip(spec, values, strict=True)
+    )
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return describe(value)
+
+
+def explain_recipe(recipe: DictConfig) -> str:
+    """The dry run's findings as text."""
+    torch.manual_seed(0)
+    seen = examine(recipe)
+    lines = [f"student  {seen.student}, {seen.student_parameters:,} parameters"]
+    for plan in seen.plans:
+        lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", ""]
+        for pair, theirs, ours in plan.pairs:
+            lines += [_headline(pair), *_columns(theirs, ours), ""]
+        lines += [_stop(plan.cost), _how(plan.ran)]
+    return "\n".join(lines)
+
+
+def _headline(pair: Pair) -> str:
+    loss = (
+        type(pair.loss).__name__
+        if isinstance(pair.loss, nn.Module)
+        else getattr(pair.loss, "__name__", "loss")
+    )
+    match pair.projector:
+        case None:
+            projector = "no projector"
+        case str(kind):
+            projector = f"projector {kind}"
+        case module:
+            projector = f"projector {getattr(module, '__name__', type(module).__name__)}"
+    weight = f"{pair.weight:g}" if isinstance(pair.weight, (int, float)) else repr(pair.weight)
+    return f"pair {pair.name}: {loss}, weight {weight}, {projector}"
+
+
+def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
+    rows = [
+        (side, one.product, one.module, one.value)
+        for pair in zip(theirs, ours, strict=True)
+        for side, one in zip(("teacher", "student"), pair, strict=True)
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"  {a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d}" for a, b, c, d in rows]
+
+
+def _how(ran: str | None) -> str:
+    if ran is None:
+        return "Found by a scan of the teacher: nothing was computed, and no weights were made."
+    return f"The teacher had to run for real, a scan of it failed: {ran}"
+
+
+def _stop(cost: Cost) -> str:
+    counted = f"{cost.used / 1e6:,.1f} of {cost.full / 1e6:,.1f} MFLOP a batch"
+    if cost.stop is None:
+        return f"The teacher's forward runs to its end: {counted}, nothing saved."
+    return f"The teacher's forward stops at {cost.stop}: {counted}, {100 * cost.saved:.1f} % saved."

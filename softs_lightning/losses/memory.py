@@ -1,0 +1,274 @@
+"""Losses with a memory of earlier samples, and embeddings: CRD, queue KL, whitened cosine.
+
+The memories are buffers: they travel in the loss's ``state_dict``, and are updated by each call in
+training mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from softs_lightning.losses.arithmetic import (
+    DistillationLoss,
+    mean_over_rows,
+    pick,
+    positive,
+    raised,
+    run_raised,
+    unit_rows,
+)
+from softs_lightning.losses.divergences import kl_rows
+from softs_lightning.losses.features import cosine_distance
+
+__all__ = ["CRD", "QueueKL", "WhitenedCosine"]
+
+
+class CRD(DistillationLoss):
+    """Contrastive representation distillation (arXiv:1910.10699): noise-contrastive, with a memory a side.
+
+    Each sample's student embedding is told from ``negatives`` remembered teacher embeddings by its own
+    teacher embedding, and the other way round. The normalising constants are estimated in the first call,
+    as in the authors' code.
+
+    Args:
+        student_features: width of the student's product ``[batch, features]``.
+        teacher_features: width of the teacher's.
+        samples: size of the training set.
+        dim: of the embeddings.
+        negatives: drawn for each sample.
+        temperature: of the similarities.
+        momentum: what a memory keeps of an old embedding.
+        index: key or position in the batch, or a function of it, that gives each sample's number.
+        labels: ``[samples]`` classes of the training set; negatives are then of other classes.
+
+    >>> import torch
+    >>> loss = CRD(4, 6, samples=10, dim=8, negatives=5)
+    >>> loss(torch.randn(3, 4), torch.randn(3, 6), batch={"index": torch.tensor([0, 4, 9])}).ndim
+    0
+    """
+
+    same_shape: ClassVar[bool] = False
+    divergence: ClassVar[bool] = False
+    row_mean: ClassVar[bool] = False
+
+    student_memory: Tensor
+    teacher_memory: Tensor
+    log_constants: Tensor
+    order: Tensor
+    first: Tensor
+    alike: Tensor
+
+    def __init__(
+        self,
+        student_features: int,
+        teacher_features: int,
+        samples: int,
+        *,
+        dim: int = 128,
+        negatives: int = 16384,
+        temperature: float = 0.07,
+        momentum: float = 0.5,
+        index: str | int | Callable[[Any], Tensor] = "index",
+        labels: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if min(student_features, teacher_features, dim, negatives) < 1 or samples < 2:
+            raise ValueError("sizes must be 1 at least, and samples 2")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}")
+        classes = torch.arange(samples) if labels is None else labels.cpu()
+        numbers: Tensor = torch.unique(classes, return_inverse=True)[1]
+        if classes.shape != (samples,) or int(numbers.max()) == 0:
+            raise ValueError(
+                f"labels are the [{samples}] classes of the set, two at least, got {tuple(classes.shape)}"
+            )
+        self.samples, self.negatives = samples, negatives
+        self.temperature = positive("temperature", temperature)
+        self.momentum = momentum
+        self.index = index
+        self.student_embed = nn.Linear(student_features, dim)
+        self.teacher_embed = nn.Linear(teacher_features, dim)
+        self.register_buffer("student_memory", unit_rows(torch.randn(samples, dim)))
+        self.register_buffer("teacher_memory", unit_rows(torch.randn(samples, dim)))
+        self.register_buffer("log_constants", torch.full((2,), math.nan))
+        # Samples in order of their class; each one's run of like samples begins at first and has length
+        # alike. Without labels a sample is like itself alone.
+        sizes = numbers.bincount()
+        self.register_buffer("order", numbers.argsort(stable=True), persistent=False)
+        self.register_buffer("first", (sizes.cumsum(0) - sizes)[numbers], persistent=False)
+        self.register_buffer("alike", sizes[numbers], persistent=False)
+
+    def _draw(self, index: Tensor) -> Tensor:
+        """``[batch, negatives]`` numbers of unlike samples, uniformly: the run of like ones is stepped over."""
+        first, alike = self.first[index, None], self.alike[index, None]
+        place = torch.rand(len(index), self.negatives, device=index.device, dtype=torch.float64)
+        place = (place * (self.samples - alike)).long()
+        return self.order[place + alike * (place >= first)]
+
+    def _contrast(
+        self, side: int, embedding: Tensor, memory: Tensor, index: Tensor, others: Tensor
+    ) -> Tensor:
+        chosen = memory[torch.cat([index[:, None], others], 1)].to(embedding.dtype)
+        scores = torch.einsum("bd,bkd->bk", embedding, chosen) / self.temperature
+        estimate = scores.detach().logsumexp((0, 1)) + math.log(self.samples / scores.numel())
+        known = self.log_constants[side]
+        # Chosen without a branch: reading the number would wait for the device at each step.
+        constant = torch.where(known.isnan(), estimate, known.to(estimate))
+        self.log_constants[side] = constant
+        log_p = scores - constant
+        noise = log_p.new_tensor(math.log(self.negatives / self.samples))
+        both = torch.logaddexp(log_p, noise)
+        return (both - log_p)[:, 0] + (both - noise)[:, 1:].sum(-1)
+
+    def forward(self, student: Tensor, teacher: Tensor, *, batch: Any) -> Tensor:
+        student, teacher = raised(student, teacher)
+        index = pick(batch, self.index, type(self).__name__).to(student.device).long()
+        if index.shape != student.shape[:1]:
+            raise ValueError(f"index {tuple(index.shape)} does not number the batch of {len(student)}")
+        with torch.autocast(student.device.type, enabled=False):
+            one = unit_rows(run_raised(self.student_embed, student.flatten(1)))
+            two = unit_rows(run_raised(self.teacher_embed, teacher.flatten(1)))
+            others = self._draw(index)
+            rows = self._contrast(0, one, self.teacher_memory, index, others)
+            rows = rows + self._contrast(1, two, self.student_memory, index, others)
+        if self.training:
+            self._remember(self.student_memory, index, one)
+            self._remember(self.teacher_memory, index, two)
+        return rows.mean()
+
+    @torch.no_grad()
+    def _remember(self, memory: Tensor, index: Tensor, embedding: Tensor) -> None:
+        kept = self.momentum * memory[index] + (1 - self.momentum) * embedding.to(memory.dtype)
+        memory[index] = unit_rows(kept)
+
+
+class QueueKL(DistillationLoss):
+    """KL of similarities to a queue of the teacher's embeddings (SEED, arXiv:2101.04731).
+
+    Both embeddings' cosines to the teacher's embeddings of this batch and of the last ``size`` samples,
+    softened, are compared. The queue fills up during the first steps; empty places do not count.
+
+    Args:
+        features: width of both embeddings ``[batch, features]``.
+        size: of the queue.
+        student_temperature: divides the student's cosines.
+        teacher_temperature: divides the teacher's; lower than the student's sharpens the target, and the
+            minimum is then no longer at the teacher.
+
+    >>> import torch
+    >>> loss = QueueKL(4, size=8)
+    >>> loss(torch.eye(4), torch.eye(4)).item()
+    0.0
+    """
+
+    row_mean: ClassVar[bool] = False
+
+    queue: Tensor
+    filled: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        size: int = 8192,
+        *,
+        student_temperature: float = 0.07,
+        teacher_temperature: float = 0.07,
+    ) -> None:
+        super().__init__()
+        if features < 1 or size < 1:
+            raise ValueError(f"features and size must be 1 at least, got {features!r} and {size!r}")
+        self.student_temperature = positive("student_temperature", student_temperature)
+        self.teacher_temperature = positive("teacher_temperature", teacher_temperature)
+        self.register_buffer("queue", torch.zeros(size, features))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
+
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        student, teacher = raised(student, teacher)
+        if student.shape != teacher.shape or student.ndim != 2 or student.shape[1] != self.queue.shape[1]:
+            raise ValueError(
+                f"QueueKL compares embeddings [batch, {self.queue.shape[1]}], got student {tuple(student.shape)} "
+                f"and teacher {tuple(teacher.shape)}"
+            )
+        with torch.autocast(student.device.type, enabled=False):
+            one, two = unit_rows(student), unit_rows(teacher)
+            keys = torch.cat([two.detach(), self.queue.to(two.dtype)])
+            empty = torch.arange(len(keys), device=keys.device) >= len(two) + self.filled
+            logs = []
+            for rows, temperature in ((one, self.student_temperature), (two, self.teacher_temperature)):
+                scores = (rows @ keys.mT / temperature).masked_fill(empty, torch.finfo(rows.dtype).min / 4)
+                logs.append(scores.log_softmax(-1))
+            loss = mean_over_rows(kl_rows(logs[0], logs[1]))
+        if self.training:
+            self._push(two.detach())
+        return loss
+
+    @torch.no_grad()
+    def _push(self, embeddings: Tensor) -> None:
+        """Newest first; what no longer fits falls off the end."""
+        size = len(self.queue)
+        self.queue.copy_(torch.cat([embeddings.to(self.queue.dtype), self.queue])[:size])
+        self.filled.add_(len(embeddings)).clamp_(max=size)
+
+
+class WhitenedCosine(DistillationLoss):
+    """Cosine distance to whitened teacher embeddings (whitening: arXiv:2103.15316).
+
+    Embeddings of pretrained encoders lie in a narrow cone, where all cosines are near 1; centred and
+    whitened (and cut to ``dim`` leading components) they use all directions. The whitening is fitted once
+    on a sample of the teacher's embeddings.
+
+    Args:
+        mean: ``[features]`` of the teacher.
+        matrix: ``[features, dim]``.
+
+    >>> import torch
+    >>> embeddings = torch.randn(100, 8)
+    >>> loss = WhitenedCosine.fit(embeddings, dim=4)
+    >>> round(loss(loss.whiten(embeddings), embeddings).item(), 6)
+    0.0
+    """
+
+    same_shape: ClassVar[bool] = False
+    divergence: ClassVar[bool] = False  # zero at the whitened teacher, not at the teacher
+
+    mean: Tensor
+    matrix: Tensor
+
+    def __init__(self, mean: Tensor, matrix: Tensor) -> None:
+        super().__init__()
+        if mean.ndim != 1 or matrix.ndim != 2 or len(mean) != len(matrix):
+            raise ValueError(
+                f"mean is [features] and matrix [features, dim], got {tuple(mean.shape)} and {tuple(matrix.shape)}"
+            )
+        self.register_buffer("mean", mean)
+        self.register_buffer("matrix", matrix)
+
+    @classmethod
+    def fit(cls, embeddings: Tensor, dim: int | None = None) -> WhitenedCosine:
+        """Whitening of ``[samples, features]``: principal components, each to unit variance.
+
+        Raises:
+            ValueError: where the samples do not span ``dim`` components.
+        """
+        dim = embeddings.shape[1] if dim is None else dim
+        mean = embeddings.double().mean(0)
+        _, singular, components = torch.linalg.svd(embeddings.double() - mean, full_matrices=False)
+        rank = int((singular > singular[0] * 1e-7).sum())
+        if not 1 <= dim <= rank:
+            raise ValueError(f"{dim} components asked for, {len(embeddings)} samples span {rank}")
+        matrix = components[:dim].mT / singular[:dim] * math.sqrt(len(embeddings) - 1)
+        return cls(mean.to(embeddings.dtype), matrix.to(embeddings.dtype))
+
+    def whiten(self, embeddings: Tensor) -> Tensor:
+        """``[..., features]`` centred and whitened to ``[..., dim]``."""
+        embeddings, mean, matrix = raised(embeddings, self.mean, self.matrix)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return (embeddings - mean) @ matrix
+
+    def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return cosine_distance(student, self.whiten(teacher), mask=mask)

@@ -1,0 +1,324 @@
+"""A with block that is captured instead of run: kept from running, run later, its names handed back.
+
+No torch here. `Capturing` is the context manager; a `Body` is what there is to run: the code of a with block
+(`WithBody`) or a plain function (`FunctionBody`).
+"""
+
+import ctypes
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any, Self
+
+from softs_lightning.tracing.errors import Skip
+from softs_lightning.tracing.source import SAVE, Site, site_of
+
+__all__ = ["Body", "Capturing", "FunctionBody", "Scope", "WithBody", "own_frames_removed", "without_context"]
+
+_HERE = str(Path(__file__).parent)
+if sys.version_info < (3, 13):  # afterwards f_locals is no copy
+    _locals_to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
+    _locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
+    _locals_to_fast.restype = None
+_OPTIMIZED = inspect.CO_OPTIMIZED
+_COPIED = ("__name__", "__package__", "__spec__", "__file__")  # read by import and warnings past __missing__
+
+
+def _alone() -> int:
+    probe = object()
+    return sys.getrefcount(probe)
+
+
+_ALONE = _alone()  # the count of an object that one local variable refers to
+
+
+class Scope(dict[str, Any]):
+    """The names of one block: a snapshot of what it uses, then whatever it assigns.
+
+    It serves as the globals of the block's code, so that functions and comprehensions in the block see its
+    names; what is not in it comes from the globals around the block. Blocks of one run that stand in the same
+    frame are siblings: what one assigns, the others see, unless they assigned that name themselves.
+    """
+
+    def __init__(self, frame: FrameType, names: frozenset[str]) -> None:
+        around, local = frame.f_globals, frame.f_locals
+        super().__init__((name, local[name]) for name in names if name in local)
+        if not frame.f_code.co_flags & _OPTIMIZED and frame.f_back is not None:
+            outer = (
+                frame.f_back.f_locals
+            )  # a class body does not list what it takes from the function around it
+            for name in names.intersection(frame.f_code.co_freevars).difference(local):
+                super().__setitem__(name, outer[name])
+            del outer
+            drop_locals(frame.f_back)
+        for name in _COPIED:
+            if name in around:
+                super().__setitem__(name, around[name])
+        super().__setitem__("__builtins__", frame.f_builtins)
+        self.around = around
+        self.local = local
+        self.given = dict(self)
+        self.assigned: dict[str, None] = {}
+        self.siblings: list[Scope] = []
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.local:  # only names that the code does not spell out get here: eval, exec
+            return self.local[name]
+        return self.around[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.assigned[name] = None
+        for sibling in self.siblings:
+            if name not in sibling.assigned:
+                dict.__setitem__(sibling, name, value)
+                sibling.given[name] = value
+
+    def new(self) -> dict[str, Any]:
+        """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
+        unset = object()
+        return {
+            name: value
+            for name, value in self.items()
+            if name in self.assigned or self.given.get(name, unset) is not value
+        }
+
+    def functions(self) -> int:
+        """How many functions of the block are referred to by its own names and by nothing else."""
+        count = 0
+        for value in self.values():
+            if isinstance(value, FunctionType) and value.__globals__ is self:
+                count += sys.getrefcount(value) == _ALONE + 1
+        return count
+
+
+class Body:
+    """Something to run as a block."""
+
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def push(self, keep: Callable[[Any], bool]) -> None:
+        """Hand the names whose values are to ``keep`` back to where the block stands."""
+
+    def join(self, others: list["Body"]) -> None:
+        """Share names with those of ``others`` that stand in the same frame."""
+
+    def release(self) -> None:
+        """Let go of everything, so that no cycle keeps it."""
+
+
+class WithBody(Body):
+    """The code of a captured with block.
+
+    Args:
+        frame: the frame the block stands in.
+        site: its code.
+        save: what ``value.save()`` calls in the block.
+    """
+
+    def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
+        self.frame: FrameType | None = frame
+        self.code: CodeType = site.code
+        self.scope = Scope(frame, site.names)
+        dict.__setitem__(self.scope, SAVE, save)
+
+    def run(self) -> None:
+        exec(self.code, self.scope)
+
+    def push(self, keep: Callable[[Any], bool]) -> None:
+        frame, scope = self.frame, self.scope
+        assert frame is not None
+        values = {name: value for name, value in scope.new().items() if name != SAVE and keep(value)}
+        if values:
+            write_names(frame, values)
+
+    def join(self, others: list[Body]) -> None:
+        for other in others:
+            if isinstance(other, WithBody) and other is not self and other.frame is self.frame:
+                self.scope.siblings.append(other.scope)
+
+    def release(self) -> None:
+        frame, scope = self.frame, self.scope
+        self.frame = None
+        del self.scope
+        scope.siblings, scope.local, scope.given = [], {}, {}
+        if frame is not None:
+            drop_locals(frame)
+        # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
+        # elsewhere, as a gradient hook is, goes on needing its names.
+        inside = scope.functions()
+        if inside and sys.getrefcount(scope) == _ALONE + inside:
+            scope.clear()
+
+
+class FunctionBody(Body):
+    """A function run as a block, with as many of ``offered`` as it takes arguments.
+
+    Raises:
+        TypeError: it is a coroutine or a generator function, or needs more arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], offered: tuple[Any, ...]) -> None:
+        name = getattr(function, "__qualname__", repr(function))
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"{name} is a coroutine or generator function; a block is a plain function")
+        signature = inspect.signature(function)
+        kinds = [each.kind for each in signature.parameters.values()]
+        positional = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+        arguments = offered if inspect.Parameter.VAR_POSITIONAL in kinds else offered[:positional]
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}{signature} cannot be a block, it is given {len(offered)}: {error}"
+            ) from None
+        self.function: Callable[..., Any] | None = function
+        self.arguments = arguments
+        self.value: Any = None
+
+    def run(self) -> None:
+        assert self.function is not None
+        self.value = self.function(*self.arguments)
+
+    def release(self) -> None:
+        self.function, self.arguments = None, ()
+
+
+class Capturing:
+    """A context manager whose body does not run where it stands, but is given to `_execute` on the way out.
+
+    Used as a decorator instead, it gives `_execute` the function; that way needs no source.
+    """
+
+    _frame: FrameType | None = None
+    _keeps = False  # whether `_execute` only takes the body in, and it is released later
+
+    def _save(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def _execute(self, body: Body) -> Any:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        frame = sys._getframe(1)
+        if self._frame is not None:
+            raise RuntimeError("this tracer is already in use; make a new one for each with statement")
+        site = site_of(frame)
+        self._frame, self._site = frame, site
+        self._previous = (sys.gettrace(), frame.f_trace)
+        if site.first_line is not None:
+            self._met = False
+            frame.f_trace = self._skip
+            # The trace function that is displaced has seen this call and will see the return from __exit__;
+            # one that counts calls and returns, as coverage's does, must not see this return as well.
+            sys._getframe().f_trace = None
+            sys.settrace(_nothing)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        frame, site = self._frame, self._site
+        assert frame is not None
+        del self._frame, self._site
+        if site.first_line is not None:
+            frame.f_trace = self._previous[1]
+            sys.settrace(self._previous[0])
+        del self._previous
+        if error is not None and kind is not Skip:
+            return False
+        if error is None and site.first_line is not None and not self._met:
+            raise RuntimeError(
+                "the body of the trace ran where it stands, because no trace function can run here "
+                "(in a debugger's prompt, or in another trace function); use the decorator form"
+            )
+        body = WithBody(frame, site, self._save)  # not before: now the target of the with is bound as well
+        try:
+            self._execute(body)
+        except BaseException as raised:
+            # Without this the user's own error would seem to come from handling the signal.
+            without_context(raised, error)
+            raised.__traceback__ = own_frames_removed(raised.__traceback__)
+            raise
+        finally:
+            if not self._keeps:
+                body.release()
+            if error is not None:
+                error.__traceback__ = None
+            del frame, body, error, traceback
+        return True
+
+    def _skip(self, frame: FrameType, event: str, argument: Any) -> Any:
+        site = self._site
+        if (
+            event == "line"
+            and site.first_line is not None
+            and site.first_line <= frame.f_lineno <= site.last_line
+        ):
+            self._met = True
+            if any(start <= frame.f_lasti < end for start, end in site.guarded):
+                raise Skip
+        return self._skip
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        body = FunctionBody(function, (self,))
+        try:
+            self._execute(body)
+            return body.value
+        finally:
+            body.release()
+
+
+def _nothing(frame: FrameType, event: str, argument: Any) -> None:
+    """A global trace function, which has to be set for a frame's own to be called."""
+
+
+def write_names(frame: FrameType, values: dict[str, Any]) -> None:
+    """Assign ``values`` in ``frame`` the way its own code would."""
+    code = frame.f_code
+    if not code.co_flags & _OPTIMIZED:
+        local = frame.f_locals
+        for name, value in values.items():
+            local[name] = value
+        return
+    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    local = frame.f_locals
+    for name, value in values.items():
+        (local if name in own else frame.f_globals)[name] = value
+    if sys.version_info < (3, 13):
+        _locals_to_fast(frame, 0)
+
+
+def drop_locals(frame: FrameType) -> None:
+    """Empty the copy that looking at ``f_locals`` leaves on a frame, which would keep what the frame deletes."""
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
+        local = frame.f_locals
+        if sys.getrefcount(local) == _ALONE + 1:  # else somebody called locals(), which is the same object
+            local.clear()
+
+
+def own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:
+    """The same traceback without the frames of this package, so that it ends on the user's line."""
+    kept: list[TracebackType] = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    result = None
+    for each in reversed(kept):
+        result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
+
+
+def without_context(raised: BaseException, context: BaseException | None) -> None:
+    """Take ``context`` out of the chain of exceptions that ``raised`` arose from."""
+    link: BaseException | None = raised
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if link.__context__ is context:
+            link.__context__ = None
+        link = link.__context__

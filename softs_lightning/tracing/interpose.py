@@ -1,0 +1,104 @@
+"""What a running trace puts around a model, and takes away again: a stand-in for the forward of each module,
+``Tensor.save``, and eager execution of what is compiled.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from softs_lightning.tracing.saving import save
+from softs_lightning.tracing.worker import ACTIVE
+
+__all__ = ["interposed"]
+
+_lock = threading.Lock()  # several threads may trace, even the same model, at once
+_traces = 0
+_shared = ExitStack()
+
+
+class _Forward:
+    """Stands in a module's ``__dict__`` for its forward, while any trace on any thread covers the module.
+
+    Calls from a thread that is not running a traced model go straight through; so do those of blocks, which
+    apply modules without visiting them.
+    """
+
+    __slots__ = ("__wrapped__", "count", "key", "own")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.key = id(module)
+        self.count = 0
+        self.own = "forward" in module.__dict__
+        self.__wrapped__: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = ACTIVE.run
+        if run is None or self.key not in run.begun:
+            return self.__wrapped__(*args, **kwargs)
+        return run.visit(self.key, self.__wrapped__, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model, made in a block, gets the forward itself
+        return _itself, (self.__wrapped__,)
+
+    def __getattr__(self, name: str) -> Any:  # __self__, __func__, __name__, ...: as of the forward
+        return getattr(self.__wrapped__, name)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+@contextmanager
+def interposed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While entered, ``modules`` report their visits to the run on whose thread they are called."""
+    installed: list[nn.Module] = []
+    with _lock:
+        _begin()
+    try:
+        with _lock:
+            for module in modules:
+                slots = module.__dict__
+                forward = slots.get("forward")
+                if type(forward) is not _Forward:
+                    forward = slots["forward"] = _Forward(module)
+                forward.count += 1
+                installed.append(module)
+        yield
+    finally:
+        with _lock:
+            for module in installed:
+                slots = module.__dict__
+                forward = slots.get("forward")
+                if (
+                    type(forward) is _Forward
+                ):  # else the model replaced it during the run: that is its to keep
+                    forward.count -= 1
+                    if not forward.count:
+                        if forward.own:
+                            slots["forward"] = forward.__wrapped__
+                        else:
+                            del slots["forward"]
+            _end()
+
+
+def _begin() -> None:
+    global _traces
+    if not _traces:
+        torch.Tensor.save = save  # type: ignore[attr-defined]
+        _shared.callback(delattr, torch.Tensor, "save")
+        # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
+        if "torch._dynamo" in sys.modules:
+            _shared.enter_context(torch.compiler.set_stance("force_eager"))
+    _traces += 1
+
+
+def _end() -> None:
+    global _traces
+    _traces -= 1
+    if not _traces:
+        _shared.close()

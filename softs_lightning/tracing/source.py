@@ -1,0 +1,328 @@
+"""From a running frame to the compiled body of the with statement it is in (no torch here).
+
+The body is found in the source by the position of the running instruction, compiled on its own under the
+original file name and line numbers, and kept for as long as the code object of the frame lives.
+"""
+
+import __future__
+
+import ast
+import dis
+import functools
+import linecache
+import operator
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from softs_lightning.tracing.errors import WithBlockNotFoundError
+
+__all__ = ["SAVE", "Site", "site_of"]
+
+# The hidden name that `value.save()` is compiled to inside a block; no identifier can collide with it.
+SAVE = "@save"
+
+_FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One with statement in the source: its body as code, and where the body lies."""
+
+    code: CodeType
+    names: frozenset[str]
+    first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
+    last_line: int
+    guarded: tuple[
+        tuple[int, int], ...
+    ]  # the instructions from which an exception gets to the statement's exit
+
+
+# By (id of the frame's code, instruction). Entries leave with their code object, so that a redefined
+# function or notebook cell never meets an older body; code objects are too slow to hash for each trace.
+_sites: dict[tuple[int, int], tuple["weakref.ref[CodeType]", Site]] = {}
+_parsing = threading.Lock()  # ast.parse in two threads at once can raise SystemError on Python 3.11
+
+
+def site_of(frame: FrameType) -> Site:
+    """The with statement that ``frame`` is entering.
+
+    Raises:
+        WithBlockNotFoundError: there is no source, or it is not the source of the running code.
+        ValueError: the body is on the line of the ``with``, starts with ``try:``, or another item follows.
+        SyntaxError: the body returns, breaks, continues, yields or awaits out of itself.
+    """
+    key = (id(frame.f_code), frame.f_lasti)
+    found = _sites.get(key)
+    if found is not None and found[0]() is frame.f_code:
+        return found[1]
+    with _parsing:
+        site = _read(frame)
+    _sites[key] = (weakref.ref(frame.f_code, lambda _: _sites.pop(key, None)), site)
+    return site
+
+
+def _read(frame: FrameType) -> Site:
+    code = frame.f_code
+    source = _source_of(frame)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        raise _not_found(frame, "its source does not parse, so it is not what is running") from None
+    statement, owner = _statement(frame, tree)
+    where = f"{code.co_filename}:{statement.lineno}"
+    body = list(statement.body)
+    if body[0].lineno <= max(node.end_lineno or 0 for node in _header(statement)):
+        raise ValueError(f"{where}: put the body of the trace on lines of its own, below the with line")
+    while body and _does_nothing(body[0]):
+        body.pop(0)
+    if body and isinstance(body[0], ast.Try | ast.TryStar):
+        raise ValueError(
+            f"{where}: the body of a trace cannot start with try:; put any other statement before it"
+        )
+    compiled = _compile(statement, owner, frame)
+    names = _names(compiled) - {SAVE, "save"}
+    last = statement.end_lineno or statement.lineno
+    if not names <= _names(code):
+        raise _not_found(frame, "the source has changed since it was compiled")
+    first = min(_first_line(body[0]), body[0].lineno) if body else None
+    return Site(compiled, frozenset(_names(compiled)), first, last, _guarded(frame))
+
+
+def _source_of(frame: FrameType) -> str:
+    code = frame.f_code
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    if lines:
+        return "".join(lines)
+    if code.co_filename == "<string>" and "-c" in sys.orig_argv[:-1]:
+        source = sys.orig_argv[sys.orig_argv.index("-c") + 1]
+        # Text given to exec() is called "<string>" too: only the very same code counts.
+        try:
+            whole = compile(source, "<string>", "exec", dont_inherit=True)
+        except SyntaxError:
+            whole = None
+        if whole is not None and any(code == other for other in _codes(whole)):
+            return source
+    raise _not_found(frame, "its source is not available")
+
+
+def _not_found(frame: FrameType, why: str) -> WithBlockNotFoundError:
+    return WithBlockNotFoundError(
+        f"the with block at {frame.f_code.co_filename}:{frame.f_lineno} cannot be captured: {why}. "
+        "Write the block as a function instead, which needs no source: "
+        "`@model.trace(...)` over `def block(tracer): ...`"
+    )
+
+
+def _statement(frame: FrameType, tree: ast.Module) -> tuple[ast.With, str | None]:
+    """The with statement whose item ``frame`` is entering, and the class that mangles its names."""
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    found: list[tuple[ast.With, str | None, int | None]] = []
+    for node, owner in _withs(tree, None):
+        nodes: list[ast.AST] = [node, *(item.context_expr for item in node.items)]
+        for number, candidate in enumerate(nodes):
+            if None in positions:
+                matches = candidate.lineno == frame.f_lineno  # type: ignore[attr-defined]
+            else:
+                matches = positions == _position(candidate)
+            if matches:
+                found.append((node, owner, number - 1 if number else None))
+                break
+    if len(found) != 1:
+        raise _not_found(frame, "no with statement of its source is where the code says it is")
+    node, owner, item = found[0]
+    if item is None:  # up to Python 3.12 the instruction carries the position of the whole statement
+        item = -1
+        for instruction in dis.get_instructions(frame.f_code):
+            if instruction.offset > frame.f_lasti:
+                break
+            if instruction.opname == "BEFORE_WITH" and instruction.positions == positions:
+                item += 1
+        item = item if None not in positions else len(node.items) - 1
+    if item != len(node.items) - 1:
+        raise ValueError(
+            f"{frame.f_code.co_filename}:{node.lineno}: the trace has to be the last item of its with "
+            "statement, because what follows it would be left before the body runs"
+        )
+    return node, owner
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, ast.Pass | ast.Global | ast.Nonlocal)
+
+
+def _guarded(frame: FrameType) -> tuple[tuple[int, int], ...]:
+    """Instructions that do nothing may lie outside, and an exception from there would pass the exit by."""
+    entries = [
+        each
+        for each in dis.Bytecode(frame.f_code).exception_entries  # type: ignore[attr-defined]
+        if each.start >= frame.f_lasti
+    ]
+    target = min(entries, key=lambda each: each.start).target
+    return tuple((each.start, each.end) for each in entries if each.target == target)
+
+
+def _position(node: ast.AST) -> tuple[int, int, int, int]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
+
+
+def _withs(node: ast.AST, owner: str | None) -> Iterator[tuple[ast.With, str | None]]:
+    stack = [(node, owner)]
+    while stack:
+        node, owner = stack.pop()
+        if isinstance(node, ast.With):
+            yield node, owner
+        if isinstance(node, ast.ClassDef):
+            owner = node.name
+        stack.extend((child, owner) for child in ast.iter_child_nodes(node))
+
+
+def _header(statement: ast.With) -> Iterator[ast.expr]:
+    for item in statement.items:
+        yield item.context_expr
+        if item.optional_vars is not None:
+            yield item.optional_vars
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _compile(statement: ast.With, owner: str | None, frame: FrameType) -> CodeType:
+    code = frame.f_code
+    arguments = code.co_varnames[: code.co_argcount]
+    rewrite = _Rewrite(owner, arguments[0] if arguments else None)
+    # The leading statement keeps a text that comes first from becoming the docstring of a module.
+    start = ast.copy_location(ast.Pass(), statement.body[0])
+    module = ast.Module([start, *(rewrite.visit(node) for node in statement.body)], type_ignores=[])
+    ast.fix_missing_locations(module)
+    if "@pytest_ar" in frame.f_globals:  # pytest has rewritten the assertions around: those of the body too
+        sys.modules["_pytest.assertion.rewrite"].rewrite_asserts(module, b"", code.co_filename)
+        # Without its two imports, which the globals around have.
+        module.body = [each for each in module.body if not _is_pytests(each)]
+    try:
+        compiled = compile(
+            module,
+            code.co_filename,
+            "exec",
+            flags=code.co_flags & _FUTURE,
+            dont_inherit=True,
+        )
+    except SyntaxError as error:
+        error.msg += (
+            " (the body of a trace runs apart from the code around it: return, break, continue, yield, "
+            "await and nonlocal cannot reach across its edge)"
+        )
+        raise error.with_traceback(None) from None
+    renamed: CodeType = compiled.replace(co_name=code.co_name, co_qualname=code.co_qualname)
+    return renamed
+
+
+def _is_pytests(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import) and (node.names[0].asname or "").startswith("@py")
+
+
+class _Rewrite(ast.NodeTransformer):
+    """What a body needs to mean the same once it is compiled apart from its function."""
+
+    def __init__(self, owner: str | None, self_name: str | None) -> None:
+        self.prefix = f"_{owner.lstrip('_')}" if owner and owner.strip("_") else None
+        self.self_name = self_name
+        self.nested = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if node.args or node.keywords:
+            return node
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "save":
+            save = ast.copy_location(ast.Name(SAVE, ast.Load()), node.func)
+            return ast.copy_location(ast.Call(save, [node.func.value], []), node)
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not self.nested and self.self_name:
+            node.args = [ast.Name("__class__", ast.Load()), ast.Name(self.self_name, ast.Load())]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if self.nested:
+            return node
+        # Local annotations are never evaluated; in a module they would be.
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def visit_Global(self, node: ast.Global) -> ast.AST:
+        # Names go back to where the frame keeps them, whichever kind they are.
+        return node if self.nested else ast.copy_location(ast.Pass(), node)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        return node if self.nested else ast.copy_location(ast.Pass(), node)
+
+    def _inner(self, node: ast.AST) -> ast.AST:
+        self.nested += 1
+        try:
+            return self.generic_visit(node)
+        finally:
+            self.nested -= 1
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name = self._mangle(node.name)
+        return self._inner(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        node.name = self._mangle(node.name)
+        return self._inner(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return self._inner(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.name = self._mangle(node.name)
+        prefix, self.prefix = self.prefix, None  # its own name mangles what is inside
+        try:
+            return self._inner(node)
+        finally:
+            self.prefix = prefix
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self._mangle(node.id)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        node.attr = self._mangle(node.attr)
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = self._mangle(node.arg)
+        return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        node.arg = node.arg and self._mangle(node.arg)
+        return self.generic_visit(node)
+
+    def _mangle(self, name: str) -> str:
+        private = self.prefix and name.startswith("__") and not name.endswith("__")
+        return f"{self.prefix}{name}" if private else name
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Every name that ``code`` and the functions in it use, hidden ones aside."""
+    return {
+        name
+        for part in _codes(code)
+        for name in (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
+        if not name.startswith((".", "@py"))
+    }

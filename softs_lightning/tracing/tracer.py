@@ -1,0 +1,418 @@
+"""The tracers: what ``trace``, ``generate``, ``scan`` and ``invoke`` hand to a with statement."""
+
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from softs_lightning.tracing import ambient
+from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map_tensors, rows_of, tokenized
+from softs_lightning.tracing.cache import CacheView, Recorder
+from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
+from softs_lightning.tracing.interleave import Run
+from softs_lightning.tracing.interpose import interposed
+from softs_lightning.tracing.invoke import Invoker
+from softs_lightning.tracing.iterations import Barrier, Iterations
+from softs_lightning.tracing.saving import Saves, current_saves, save_or_call
+from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, current_worker
+
+if TYPE_CHECKING:
+    from softs_lightning.tracing.envoy import Envoy
+
+__all__ = ["InterleavingTracer", "ScanningTracer"]
+
+
+class InterleavingTracer(Capturing):
+    """Runs the body of a with statement interleaved with a call of the model.
+
+    Args:
+        envoy: whose module is called.
+        fn: what to call in its place: a callable, or the name of a method of the module.
+        args: the arguments of the call.
+        kwargs: the arguments of the call.
+    """
+
+    def __init__(
+        self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
+    ) -> None:
+        self.envoy: Envoy | None = envoy
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self._run: Run | None = None
+        self._invokes: list[Invoker] | None = None  # a list while the body runs that registers them
+        self._caches: list[Recorder] = []
+
+    def __repr__(self) -> str:
+        name = self.fn if isinstance(self.fn, str) else "trace"
+        return f"<a tracer for {name}(): use it in a with statement or as a decorator>"
+
+    # In a block.
+
+    @property
+    def result(self) -> Any:
+        """What the traced call returned. It comes last: no location can be asked for after it."""
+        return self._worker("tracer.result").read(RESULT, OUTPUT, "tracer.result")
+
+    @result.setter
+    def result(self, value: Any) -> None:
+        raise AttributeError("tracer.result is read only: assign the output of the model instead")
+
+    def stop(self) -> None:
+        """Leave the model here; what was read, changed and saved up to this point counts.
+
+        Other blocks that wait at this very location are still served. The block itself goes on, but no location
+        after this one can be reached. Code of the model that a ``finally`` or an ``except BaseException`` guards
+        still runs on the way out.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(7, 7)))
+        >>> with model.trace(torch.ones(1, 2)) as tracer:  # the last layer would not fit
+        ...     hidden = model[1].output.save()
+        ...     tracer.stop()
+        >>> hidden.shape
+        torch.Size([1, 3])
+        """
+        worker = self._worker("tracer.stop()")
+        worker.run.stop(worker)
+
+    @property
+    def iter(self) -> Iterations:
+        """Visits of a location by number: ``for step in tracer.iter[:3]``; see `Iterations`.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(*[torch.nn.Tanh()] * 3))  # one module, three times
+        >>> with model.trace(torch.ones(1)) as tracer:
+        ...     found = [].save()
+        ...     for step in tracer.iter[1:]:
+        ...         found.append((step, round(model[0].output.item(), 2)))
+        >>> found
+        [(1, 0.64), (2, 0.57)]
+        """
+        root = 0 if self.envoy is None else id(self.envoy.module)
+        return Iterations(root=root)
+
+    def all(self) -> Iterations:
+        """Every visit: the same as ``tracer.iter[:]``."""
+        return self.iter[:]
+
+    def barrier(self, n: int) -> Barrier:
+        """A meeting point for ``n`` blocks of this trace.
+
+        Each block calls it; nothing below a barrier runs before everything above it, in all of them. It can be
+        used again. If fewer blocks get there, those that wait raise ValueError when the run ends.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> with model.trace() as tracer:
+        ...     barrier = tracer.barrier(2)
+        ...     with tracer.invoke(torch.zeros(1, 1)):
+        ...         barrier()
+        ...         model[0].output = given
+        ...         result = model.output.save()
+        ...     with tracer.invoke(torch.ones(1, 1)):
+        ...         given = model[0].output * 100
+        ...         barrier()
+        >>> result.item()
+        1.0
+        """
+        return Barrier(n)
+
+    def cache(
+        self,
+        modules: "Sequence[Envoy | str] | None" = None,
+        device: torch.device | str | None = torch.device("cpu"),  # noqa: B008
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> CacheView:
+        """Record many modules at once, after every change that blocks make; needs no ``save``.
+
+        Args:
+            modules: envoys or paths; None for every module.
+            device: where tensors are moved to; None leaves them where they are.
+            dtype: what floating-point tensors are cast to; None leaves them.
+            detach: whether they leave the autograd graph.
+            include_output: whether to record what modules return.
+            include_inputs: whether to record what they are called with.
+            non_blocking: whether the move to ``device`` may go on in the background.
+
+        Raises:
+            ValueError: the block has already read or changed something, which the cache would have missed.
+            KeyError: a path names no module of the traced model.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
+        >>> with model.trace(torch.ones(1, 2)) as tracer:
+        ...     cache = tracer.cache()
+        ...     model[0].output[:] = -1
+        >>> cache.keys(), cache["model.1"].output
+        (['model.0', 'model.1', 'model'], tensor([[0., 0., 0.]]))
+        """
+        worker = ACTIVE.worker
+        if worker is None and self._invokes is None:
+            current_worker("tracer.cache()")
+        if worker is not None:
+            self._worker("tracer.cache()")
+            if worker.asked:
+                raise ValueError("a cache has to be made before the block reads or changes anything")
+        assert self.envoy is not None
+        targets, paths = _selected(self.envoy, modules)
+        recorder = Recorder(
+            targets,
+            paths,
+            self.envoy.path,
+            rows=None if worker is None else worker.rows,  # type: ignore[arg-type]
+            device=device,
+            dtype=dtype,
+            detach=detach,
+            include_output=include_output,
+            include_inputs=include_inputs,
+            non_blocking=non_blocking,
+        )
+        if worker is not None:
+            worker.run.observe(recorder)
+        self._caches.append(recorder)
+        view = recorder.view
+        saves = current_saves()
+        assert saves is not None
+        saves.add(view)
+        return view
+
+    def invoke(self, /, *args: Any, **kwargs: Any) -> "Invoker":
+        """A block with an input of its own, in a trace that got none.
+
+        The inputs of all invokes make one batch, and each block reads and writes its own rows. Without an input,
+        the block sees all rows. The body around the invokes runs first, to collect them; a name that one invoke
+        assigns is seen by the others, unless they assigned it themselves. As a decorator, it takes a function
+        as the block, and the name then stands for an `Outcome`.
+
+        A tensor of the model counts as a batch if its dimension 0 is as long as the batch; others are seen whole.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> with model.trace() as tracer:
+        ...     with tracer.invoke(torch.zeros(2, 1)):
+        ...         model[0].output = torch.ones(2, 1)
+        ...     with tracer.invoke(torch.zeros(1, 1)):
+        ...         mine = model[0].output.save()
+        ...     with tracer.invoke():
+        ...         whole = model[1].input.save()
+        >>> mine.tolist(), whole.tolist()
+        ([[0.0]], [[1.0], [1.0], [0.0]])
+        """
+        return Invoker(self, args, kwargs)
+
+    def _worker(self, what: str) -> Worker:
+        worker = current_worker(what)
+        if worker.run is not self._run:
+            raise RuntimeError(f"{what} is about another trace than the one this block is in")
+        return worker
+
+    # On the way out of the with statement.
+
+    def _save(self, value: Any) -> Any:
+        return save_or_call(value)
+
+    def _execute(self, body: Body) -> dict[str, Any]:
+        if self.envoy is None:
+            raise RuntimeError("this tracer has run; make a new one for each trace")
+        saves = Saves(current_saves())
+        blocks: list[tuple[Body, RowRange | None]] = [(body, None)]
+        invokes: list[Invoker] = []
+        try:
+            if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
+                inputs = self._tokenized(self.args, self.kwargs)
+            else:
+                blocks = []
+                self._collect(body, invokes, saves)
+                inputs, rows = self._batch(invokes)
+                blocks = [(each.body, part) for each, part in zip(invokes, rows, strict=True)]
+                for each, _ in blocks:
+                    each.join([other for other, _ in blocks])
+            self._interleave(blocks, inputs, saves)
+        except Exception as error:
+            if isinstance(error, AttributeError) and error.name == "save":
+                error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
+            if self.args and isinstance(self.args[0], str) and self.envoy._tokenizer is None:
+                error.add_note("the input is text; to have it tokenized, use Envoy(model, tokenizer=...)")
+            raise
+        finally:
+            for each, _ in blocks:
+                each.push(saves.keeps)
+            if not any(each is body for each, _ in blocks):
+                body.push(saves.keeps)
+            for invoke in invokes:
+                invoke.finish()
+            self.envoy = self._run = None
+            self.fn, self.args, self.kwargs = None, (), {}
+            self._caches = []
+        return saves.named
+
+    def _collect(self, body: Body, invokes: "list[Invoker]", saves: Saves) -> None:
+        self._invokes = invokes
+        outer, ACTIVE.collecting = (ACTIVE.worker, ACTIVE.collecting), saves
+        ACTIVE.worker = None
+        try:
+            body.run()
+        except BaseException as error:
+            error.__traceback__ = own_frames_removed(error.__traceback__)
+            raise
+        finally:
+            self._invokes = None
+            ACTIVE.worker, ACTIVE.collecting = outer
+
+    def _batch(self, invokes: "list[Invoker]") -> tuple[Inputs, list[RowRange | None]]:
+        if not invokes:
+            raise ValueError(
+                "the trace got no input: give trace() one, or use tracer.invoke(...) in its body"
+            )
+        with_input = [each.inputs for each in invokes if each.inputs is not None]
+        assert self.envoy is not None
+        module, tokenizer = self.envoy.module, self.envoy._tokenizer
+        config = getattr(module, "config", None)
+        padding = getattr(tokenizer, "pad_token_id", getattr(config, "pad_token_id", None))
+        side = getattr(tokenizer, "padding_side", "left" if self.fn == "generate" else "right")
+        args, kwargs = join(with_input, padding, side) if with_input else ((), {})
+        if both := kwargs.keys() & self.kwargs.keys():
+            raise ValueError(f"{', '.join(sorted(both))} is given both to the trace and to an invoke")
+        rows: list[RowRange | None] = [None] * len(invokes)
+        if len(with_input) > 1:
+            sizes = [0 if each.inputs is None else rows_of(each.inputs) for each in invokes]
+            start = 0
+            for number, size in enumerate(sizes):
+                if size:
+                    rows[number] = RowRange(start, size, sum(sizes))
+                start += size
+        return (args, {**kwargs, **self.kwargs}), rows
+
+    def _tokenized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        assert self.envoy is not None
+        return tokenized(args, kwargs, self.envoy._tokenizer, self.envoy.module)
+
+    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
+        assert self.envoy is not None
+        module, path = self.envoy.module, self.envoy.path
+        call = module if self.fn is None else self.fn
+        if isinstance(call, str):
+            call = getattr(module, call)
+        modules = _tree(module)
+
+        def name_of(key: int, kind: str) -> str:
+            name = next(name for name, each in module.named_modules() if id(each) == key)
+            return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
+
+        (args, kwargs), caches = inputs, self._caches
+        with interposed(modules):
+            workers = [Worker(body, rows) for body, rows in blocks]
+            run = self._run = Run(
+                workers, {id(each): 0 for each in modules}, saves, name_of, ambient.snapshot()
+            )
+            for recorder in caches:
+                run.observe(recorder)
+            try:
+                run.drive(functools.partial(call, *args, **kwargs))
+            finally:
+                for recorder in caches:
+                    recorder.finish()
+
+
+class ScanningTracer(InterleavingTracer):
+    """An `InterleavingTracer` that runs the model under fake tensors: no compute, no weights.
+
+    Read shapes, dtypes and devices, and save those; fake tensors hold no data, in the block or after it. On a
+    model with meta weights, the input is moved to the meta device too. Attributes that the model set on its
+    modules meanwhile are set back, because they hold fake tensors.
+    """
+
+    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        assert self.envoy is not None
+        modules = _tree(self.envoy.module)
+        before = [
+            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters)) for each in modules
+        ]
+        meta = any(each.is_meta for each in self.envoy.module.parameters())
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if meta and not tensor.is_meta:
+                moved = tensor.detach().to("meta")
+                tensor = (
+                    nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                )
+            return mode.from_tensor(tensor, static_shapes=True)
+
+        def faked(state: dict[str, Any]) -> dict[str, Any]:
+            return {name: None if each is None else fake(each) for name, each in state.items()}
+
+        try:
+            for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
+                module._buffers.update(faked(buffers))
+                module._parameters.update(faked(parameters))
+            with mode:
+                super()._interleave(blocks, map_tensors(fake, inputs), saves)
+        finally:
+            for module, attributes, buffers, parameters in before:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+                _restore(module._buffers, buffers)
+                _restore(module._parameters, parameters)
+
+
+def _selected(
+    envoy: "Envoy", modules: "Sequence[Envoy | str] | None"
+) -> tuple[dict[int, str], dict[str, str]]:
+    """Which modules are meant, by id; and the path of every module, by each of the paths that lead to it."""
+    root = envoy.path
+    first: dict[int, str] = {}
+    paths: dict[str, str] = {}
+    by_path: dict[str, nn.Module] = {}
+    for name, module in envoy.module.named_modules(remove_duplicate=False):
+        path = f"{root}.{name}" if name else root
+        by_path[path] = module
+        paths[path] = first.setdefault(id(module), path)
+    if modules is None:
+        return first, paths
+    if isinstance(modules, str):
+        raise TypeError(f"cache(modules=...) takes a list, got the string {modules!r}")
+    targets: dict[int, str] = {}
+    for each in modules:
+        wanted = each if isinstance(each, str) else each.path
+        found = next((path for path in (wanted, f"{root}.{wanted}") if path in by_path), None)
+        if found is None or (not isinstance(each, str) and by_path[found] is not each.module):
+            near = difflib.get_close_matches(
+                wanted, [*by_path, *(path[len(root) + 1 :] for path in by_path)], n=3
+            )
+            raise KeyError(f"{wanted} is no module of the traced model; the nearest are {near}")
+        targets[id(by_path[found])] = paths[found]
+    return targets, paths
+
+
+def _tree(root: nn.Module) -> list[nn.Module]:
+    """Every module once; `nn.Module.modules` takes as long as a small forward."""
+    seen = {id(root): root}
+    stack = [root]
+    while stack:
+        for each in stack.pop()._modules.values():
+            if each is not None and id(each) not in seen:
+                seen[id(each)] = each
+                stack.append(each)
+    return list(seen.values())
+
+
+def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
+    live.clear()
+    live.update(before)

@@ -1,0 +1,185 @@
+"""A user's own recipe, and recipes inside a user's own Hydra app."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.command import run_folder, softs_distill
+
+pytestmark = pytest.mark.slow
+
+MODULES = '''
+import lightning as L, torch
+from torch import nn
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        x = torch.rand(32, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.DataLoader(list(zip(x, x.sum(1, keepdim=True))), batch_size=8)
+
+class Net(L.LightningModule):
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body, self.head = nn.Linear(4, width), nn.Linear(width, 1)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Sum(nn.Module):
+    """A perfect teacher: the sum, through a layer that can be named."""
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.head = nn.Linear(4, 1)
+        nn.init.ones_(self.head.weight), nn.init.zeros_(self.head.bias)
+    def forward(self, x):
+        self.body(x)
+        return self.head(x)
+
+def score(model, *, data, teacher):
+    x = torch.rand(64, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return -float((model(x) - x.sum(1, keepdim=True)).pow(2).mean())
+'''
+
+RECIPE = """
+# @package _global_
+# My own.
+defaults:
+  - /callbacks: distill
+  - /trainer: cpu
+  - _self_
+seeds: [0, 1]
+data: {_target_: mine.Data}
+teacher: {_target_: mine.Sum, _partial_: true}
+student: {_target_: mine.Net, width: 3}
+pairs:
+  - _target_: softs_lightning.Pair
+    teacher: outputs[body]
+    student: outputs[body]
+    projector: linear
+    loss: {_target_: torch.nn.MSELoss}
+trainer: {max_epochs: 2, log_every_n_steps: 1, enable_progress_bar: false}
+judge: {name: closeness, score: {_target_: mine.score, _partial_: true}}
+"""
+
+APP = """
+import hydra
+from hydra.utils import instantiate
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="app")
+def main(cfg):
+    student = instantiate(cfg.student, _convert_="all")
+    callbacks = [instantiate(node, _convert_="all") for node in cfg.callbacks.values()]
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False, _convert_="all")
+    trainer.fit(student, instantiate(cfg.data, _convert_="all"))
+    names = [key for key in trainer.logged_metrics if key.startswith("distill/")]
+    print("logged", sorted(names), "steps", trainer.global_step)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "mine.py").write_text(MODULES)
+    (tmp_path / "configs" / "recipe").mkdir(parents=True)
+    (tmp_path / "configs" / "recipe" / "own.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_an_own_recipe_runs_and_its_student_needs_no_plugin(mine: Path) -> None:
+    done = softs_distill(
+        "--config-dir", "configs", "recipe=own", folder=mine, cache=mine / "cache", path=mine / "modules"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The teacher stops at body" in done.stdout
+    folder = run_folder(mine, "own")
+    assert "closeness" in (folder / "report.md").read_text()
+    without = (
+        "import sys; sys.modules['softs_lightning'] = None\n"
+        "from mine import Net\n"
+        f"net = Net.load_from_checkpoint({str(folder / 'student.ckpt')!r}, weights_only=True)\n"
+        "print(sorted(net.state_dict()), [name for name in sys.modules if name.startswith('softs')])"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", without],
+        env={**os.environ, "PYTHONPATH": str(mine / "modules")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert (
+        loaded.stdout.strip()
+        == "['body.bias', 'body.weight', 'head.bias', 'head.weight'] ['softs_lightning']"
+    )
+
+
+def test_an_own_mistake_keeps_its_traceback(mine: Path) -> None:
+    file = mine / "modules" / "mine.py"
+    file.write_text(
+        file.read_text().replace("def train_dataloader(self):", "def train_dataloader(self):\n        1 / 0")
+    )
+    done = softs_distill(
+        "--config-dir", "configs", "recipe=own", folder=mine, cache=mine / "cache", path=mine / "modules"
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "mine.py" in done.stderr
+
+
+def app(folder: Path, config: str, *arguments: str) -> str:
+    (folder / "conf").mkdir()
+    (folder / "conf" / "app.yaml").write_text(config)
+    (folder / "app.py").write_text(APP)
+    done = subprocess.run(
+        [sys.executable, "app.py", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder / "modules"),
+            "SOFTS_LIGHTNING_CACHE": str(folder / "cache"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_groups_work_inside_another_hydra_app(mine: Path) -> None:
+    own = (
+        RECIPE.replace("# @package _global_\n", "")
+        .replace("/callbacks", "callbacks")
+        .replace("/trainer", "trainer")
+    )
+    config = f"{own}\nhydra: {{searchpath: ['pkg://softs_lightning.conf']}}\n"
+    printed = app(mine, config, "trainer.max_epochs=3")
+    assert "logged ['distill/body', 'distill/total'] steps 12" in printed
+
+
+def test_a_recipe_works_inside_another_hydra_app(mine: Path) -> None:
+    config = """
+defaults: [_self_, recipe: digits]
+seed: 0
+hydra: {searchpath: ['pkg://softs_lightning.conf', 'pkg://softs_lightning.recipes']}
+"""
+    short = ["data.passes=2", "teacher.data.passes=1", "trainer.enable_progress_bar=false"]
+    printed = app(mine, config, *short, "pairs.0.name=logits")
+    assert "logged ['distill/logits', 'distill/total'] steps 8" in printed

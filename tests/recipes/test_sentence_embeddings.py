@@ -1,0 +1,94 @@
+"""The second recipe: a real pretrained teacher, stopped before its last layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from softs_lightning.recipes import sentence_embeddings as recipe
+from tests.recipes.command import run_folder, scores, softs_distill
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data() -> recipe.Prose:
+    return recipe.Prose(batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def teacher() -> torch.nn.Module:
+    return recipe.minilm().eval()
+
+
+def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
+    done = softs_distill(
+        "recipe=sentence-embeddings",
+        "seeds=[0]",
+        "trainer.limit_train_batches=3",
+        "trainer.enable_progress_bar=false",
+        folder=tmp_path,
+        cache=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The teacher stops at encoder.layer.3 (33.4 % of its FLOPs saved)." in done.stdout
+    folder = run_folder(tmp_path, "sentence-embeddings")
+    alone, distilled = scores((folder / "report.md").read_text())[0]
+    assert -1 <= alone < 1
+    student = recipe.SentenceEncoder.load_from_checkpoint(folder / "student.ckpt", weights_only=True)
+    data = recipe.Prose(max_length=24)  # as the recipe says
+    score = recipe.agreement(student.cpu().eval(), data=data, teacher=recipe.minilm().eval())
+    assert round(score, 3) == distilled
+
+
+def test_agreement_is_the_rank_correlation_of_similarities(
+    data: recipe.Prose, teacher: torch.nn.Module
+) -> None:
+    torch.manual_seed(0)
+    student = recipe.SentenceEncoder(layers=(0,)).eval()
+
+    def similarities(model: torch.nn.Module) -> torch.Tensor:
+        vectors = []
+        for sentence in sorted(data.test[: recipe.JUDGED], key=len)[:40]:
+            encoded = data.tokenizer(
+                sentence, truncation=True, max_length=data.max_length, return_tensors="pt"
+            )
+            with torch.no_grad():
+                hidden = model(encoded["input_ids"], encoded["attention_mask"]).last_hidden_state[0]
+            vectors.append(hidden.double().mean(dim=0))
+        unit = torch.stack(vectors) / torch.stack(vectors).norm(dim=1, keepdim=True)
+        return torch.stack([unit[i] @ unit[j] for i in range(40) for j in range(i + 1, 40)])
+
+    expected = spearmanr(similarities(student), similarities(teacher)).statistic
+    fewer = recipe.Prose(batch_size=4)
+    fewer.test = sorted(fewer.test[: recipe.JUDGED], key=len)[:40]
+    assert recipe.agreement(student, data=fewer, teacher=teacher) == pytest.approx(expected, abs=1e-4)
+    assert recipe.agreement(teacher, data=fewer, teacher=teacher) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_student_starts_as_the_teachers_layers(teacher: torch.nn.Module) -> None:
+    own = recipe.SentenceEncoder(layers=(0, 3)).encoder.state_dict()
+    theirs = teacher.state_dict()
+    place = {"encoder.layer.0.": "encoder.layer.0.", "encoder.layer.1.": "encoder.layer.3."}
+    for name, value in own.items():
+        prefix = next((p for p in place if name.startswith(p)), "")
+        assert torch.equal(value, theirs[name.replace(prefix, place.get(prefix, ""), 1)]), name
+    assert sum(name.startswith("encoder.layer.") for name in own) == 32
+
+
+def test_the_parts_of_the_text_are_disjoint_and_complete(data: recipe.Prose) -> None:
+    parts = [set(data.train), set(data.validation), set(data.test)]
+    assert sum(map(len, parts)) == len(set().union(*parts)) == len(recipe.docstring_sentences())
+    assert min(map(len, parts)) > 200
+
+
+def test_sentences_are_sentences() -> None:
+    for sentence in recipe.docstring_sentences():
+        assert sentence[0].isupper()
+        assert sentence[-1] in ".!?"
+        assert 6 <= len(sentence.split()) <= 30
+        assert "\n" not in sentence
+        assert ">>>" not in sentence

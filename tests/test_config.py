@@ -1,0 +1,137 @@
+"""What a recipe may say, and how it is refused."""
+
+from __future__ import annotations
+
+import inspect
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from softs_lightning import DistillationCallback, Pair, config
+from softs_lightning.catalog import recipes
+from softs_lightning.compose import WRITE_NOTHING, compose
+from softs_lightning.config import Refusal, build, check, nearest
+
+
+def composed(*arguments: str) -> Any:
+    seen: list[Any] = []
+    compose([*arguments, *WRITE_NOTHING], seen.append)
+    return seen[0]
+
+
+@pytest.fixture(scope="module")
+def digits() -> dict[str, Any]:
+    plain = OmegaConf.to_container(composed())
+    assert isinstance(plain, dict)
+    return plain  # type: ignore[return-value]
+
+
+def refusal(recipe: dict[str, Any]) -> str:
+    with pytest.raises(Refusal) as raised:
+        check(OmegaConf.create(recipe))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_every_packaged_recipe_passes(name: str) -> None:
+    check(composed(f"recipe={name}"))
+
+
+def test_the_primary_config_has_exactly_the_sections_that_are_checked(digits: dict[str, Any]) -> None:
+    assert set(digits) == set(config.SECTIONS)
+
+
+def test_pair_options_are_those_of_the_class() -> None:
+    assert set(inspect.signature(Pair).parameters) == set(config.PAIR_OPTIONS)
+
+
+def test_the_callback_group_offers_only_options_of_the_callback(digits: dict[str, Any]) -> None:
+    offered = set(digits["callbacks"]["distill"]) - {"_target_"}
+    assert offered <= set(inspect.signature(DistillationCallback).parameters)
+
+
+@pytest.mark.parametrize("section", config.SECTIONS)
+def test_a_missing_section_is_named(digits: dict[str, Any], section: str) -> None:
+    assert f"does not say {section!r}" in refusal({k: v for k, v in digits.items() if k != section})
+    assert f"does not say {section!r}" in refusal({**digits, section: "???"})
+
+
+def test_a_misspelt_section_gets_the_nearest_name(digits: dict[str, Any]) -> None:
+    assert "'studnet', which nothing reads. Did you mean student?" in refusal({**digits, "studnet": {}})
+
+
+@pytest.mark.parametrize("seeds", [3, [], [0, 0], [True], ["0"], [0.5], [-1], None])
+def test_seeds_are_different_whole_numbers(digits: dict[str, Any], seeds: Any) -> None:
+    assert "'seeds' must be different whole numbers" in refusal({**digits, "seeds": seeds})
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+def test_threads_are_a_positive_number(digits: dict[str, Any], threads: Any) -> None:
+    assert "'threads' must be a whole number" in refusal({**digits, "threads": threads})
+
+
+@pytest.mark.parametrize("key", ["data", "teacher", "student", "trainer"])
+def test_what_is_built_names_its_target(digits: dict[str, Any], key: str) -> None:
+    assert f"{key!r} must name what to build in _target_" in refusal({**digits, key: {"width": 3}})
+
+
+@pytest.mark.parametrize("pairs", [[], {}, None, "outputs[a]"])
+def test_pairs_are_a_list_of_at_least_one(digits: dict[str, Any], pairs: Any) -> None:
+    assert "'pairs' must be a list of at least one pair" in refusal({**digits, "pairs": pairs})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"teacher": "outputs[early"}, "pairs.0.teacher: this product_id is not understood"),
+        ({"student": "output[network]"}, "pairs.0.student: this product_id is not understood"),
+        ({"student": "outputs[]"}, "pairs.0.student selects nothing"),
+        ({"student": 3}, "pairs.0.student: a product_id is a string"),
+        ({"student": "outputs[a|b]"}, "selects 1 of the teacher's activations"),
+        ({"wieght": 2.0}, "an option 'wieght'. Did you mean weight?"),
+    ],
+)
+def test_a_pair_is_refused_where_it_is_wrong(digits: dict[str, Any], change: Any, message: str) -> None:
+    recipe = deepcopy(digits)
+    recipe["pairs"][0].update(change)
+    assert message in refusal(recipe)
+
+
+@pytest.mark.parametrize("option", ["teacher", "student", "loss"])
+def test_a_pair_says_what_it_compares(digits: dict[str, Any], option: str) -> None:
+    recipe = deepcopy(digits)
+    del recipe["pairs"][0][option]
+    assert f"pairs.0 does not say {option!r}" in refusal(recipe)
+
+
+def test_a_judge_has_a_name_and_a_score(digits: dict[str, Any]) -> None:
+    assert "'judge' must have a name, a score" in refusal({**digits, "judge": {"name": "accuracy"}})
+
+
+def test_callbacks_are_named(digits: dict[str, Any]) -> None:
+    assert "'callbacks' must be named callbacks" in refusal({**digits, "callbacks": [1]})
+
+
+def test_an_unresolved_reference_is_refused(digits: dict[str, Any]) -> None:
+    assert "not complete" in refusal({**digits, "student": {"_target_": "x", "width": "${widht}"}})
+
+
+def test_build_says_where_and_why() -> None:
+    with pytest.raises(Refusal, match=r"student \(builtins.complex\): TypeError: .*'imaginary'"):
+        build(OmegaConf.create({"_target_": "builtins.complex", "imaginary": 1}), "student")
+    with pytest.raises(Refusal, match=r"data \(nowhere.Data\): .*nowhere"):
+        build(OmegaConf.create({"_target_": "nowhere.Data"}), "data")
+
+
+def test_build_hands_over_plain_containers() -> None:
+    made = build(OmegaConf.create({"_target_": "builtins.dict", "a": [1, {"b": 2}]}), "x")
+    assert made == {"a": [1, {"b": 2}]}
+    assert type(made["a"]) is list
+    assert type(made["a"][1]) is dict
+
+
+def test_nearest_names_close_ones_or_all() -> None:
+    assert nearest("digit", ["digits", "other"]) == "Did you mean digits?"
+    assert nearest("zzz", ["b", "a"]) == "There are: a, b."

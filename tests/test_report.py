@@ -1,0 +1,136 @@
+"""The table, the verdict, the curves."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softs_lightning.report import Curves, Result, Stop, draw_curves, read_curves, write_metrics
+
+
+def result(alone: tuple[float, ...], distilled: tuple[float, ...], **other: Any) -> Result:
+    given: dict[str, Any] = {
+        "recipe": "digits",
+        "judge": "test accuracy",
+        "unit": "%",
+        "seeds": tuple(range(len(alone))),
+        "teacher": 99.0,
+        "alone": alone,
+        "distilled": distilled,
+        "teacher_parameters": 200_932,
+        "student_parameters": 1_898,
+        "stops": (Stop("early", 0.6755),),
+    }
+    return Result(**{**given, **other})
+
+
+def test_mean_and_spread_are_numpys() -> None:
+    alone, distilled = (80.0, 84.5, 79.1), (95.2, 97.0, 96.1)
+    found = result(alone, distilled)
+    rows = found.rows()
+    assert rows[1][1] == "99.0"
+    assert rows[2][1] == f"{np.mean(alone):.1f} ± {np.std(alone, ddof=1):.1f}"
+    assert rows[3][1] == f"{np.mean(distilled):.1f} ± {np.std(distilled, ddof=1):.1f}"
+    assert found.gain == pytest.approx(np.mean(distilled) - np.mean(alone), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("alone", "distilled", "clear"),
+    [
+        ((80.0, 84.0), (95.0, 97.0), True),
+        ((80.0, 84.0), (82.0, 86.0), False),  # every seed gained 2, the spreads add up to 5.7
+        ((80.0, 80.0, 80.0), (90.0, 90.0, 79.9), False),  # one seed lost
+        ((80.0, 80.1), (70.0, 70.1), False),
+        ((80.0,), (95.0,), None),
+    ],
+)
+def test_clear_means_every_seed_and_more_than_both_spreads(
+    alone: tuple[float, ...], distilled: tuple[float, ...], clear: bool | None
+) -> None:
+    assert result(alone, distilled).clear is clear
+
+
+def test_the_verdict_says_it_in_words() -> None:
+    yes = result((80.0, 84.0), (95.0, 97.0)).verdict()
+    assert yes.startswith("Gain: +14.0 percentage points, clear of the seeds' spread (2 of 2 seeds gained;")
+    assert "NOT clear" in result((80.0, 84.0), (82.0, 86.0)).verdict()
+    assert "single seed" in result((80.0,), (95.0,)).verdict()
+    assert result((0.4, 0.41), (0.5, 0.51), unit="").verdict().startswith("Gain: +0.100, clear")
+
+
+def test_the_stop_says_what_is_saved() -> None:
+    assert str(Stop("early", 0.6755)) == "stops at early (67.5 % of its FLOPs saved)"
+    assert str(Stop(None, 0.0)) == "runs to its end (0.0 % of its FLOPs saved)"
+
+
+def test_the_markdown_holds_the_table_the_verdict_and_each_seed() -> None:
+    found = result((80.0, 84.0), (95.0, 97.0))
+    text = found.markdown(files={"student.ckpt": "the student"})
+    assert found.verdict() in text
+    assert all(f"| {' | '.join(row)} |" in text for row in found.rows())
+    assert "| 1 | 84.0 | 97.0 |" in text
+    assert "The teacher stops at early (67.5 % of its FLOPs saved)." in text
+    assert "- `student.ckpt`: the student" in text
+
+
+@pytest.fixture
+def curves(tmp_path: Path) -> Curves:
+    for arm, base in (("alone", 10), ("distilled", 20)):
+        for seed in (0, 1):
+            folder = tmp_path / arm / str(seed)
+            folder.mkdir(parents=True)
+            rows = [
+                "epoch,step,train_loss,val_accuracy",
+                "0,9,0.5,",
+                f"0,9,,{base + seed}",
+                f"0,19,,{base + 2 * seed}",
+            ]
+            (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
+    return read_curves(tmp_path)
+
+
+def test_curves_are_read_by_metric_student_and_seed(curves: Curves) -> None:
+    assert curves["val_accuracy"]["distilled"] == {0: [(9, 20.0), (19, 20.0)], 1: [(9, 21.0), (19, 22.0)]}
+    assert curves["train_loss"]["alone"][1] == [(9, 0.5)]
+    assert set(curves) == {"train_loss", "val_accuracy"}
+
+
+def test_the_metrics_table_holds_every_point_once(curves: Curves, tmp_path: Path) -> None:
+    write_metrics(curves, tmp_path / "metrics.csv")
+    with (tmp_path / "metrics.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert list(rows[0]) == ["student", "seed", "step", "metric", "value"]
+    points = {(r["metric"], r["student"], int(r["seed"]), int(r["step"]), float(r["value"])) for r in rows}
+    assert points == {
+        (metric, arm, seed, step, value)
+        for metric, arms in curves.items()
+        for arm, seeds in arms.items()
+        for seed, series in seeds.items()
+        for step, value in series
+    }
+    assert len(rows) == len(points)
+
+
+def test_the_picture_shows_mean_and_range_of_validation_metrics(curves: Curves, tmp_path: Path) -> None:
+    figure = draw_curves(curves, title="digits")
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == "val accuracy"
+    drawn = {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in axes.lines}
+    assert drawn == {
+        "student alone": [[9.0, 10.5], [19.0, 11.0]],
+        "student distilled": [[9.0, 20.5], [19.0, 21.0]],
+    }
+    heights = np.concatenate([path.vertices for path in axes.collections[1].get_paths()])[:, 1]
+    assert (heights.min(), heights.max()) == (20.0, 22.0)
+    figure.savefig(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_validation_metrics_the_others_are_drawn(curves: Curves) -> None:
+    figure = draw_curves({"train_loss": curves["train_loss"]}, title="digits")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["train loss"]
+    assert draw_curves({}, title="nothing was logged").axes == []
