@@ -90,11 +90,13 @@ class Distillation:
         self.catcher = ModelIOCatcher(student, copy=copy)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
+        self._step = 0
         self._failed: dict[str, Tensor] = {}
 
     def active(self) -> Active:
         """The pairs that are on in this step, with their weights; their losses' settings are brought up to date."""
         step, epoch = self.clock()
+        self._step = step
         if step % self.every_n_steps:
             return []
         weighted = [(bound, bound.set_to(step, epoch)) for bound in self.pairs]
@@ -138,7 +140,7 @@ class Distillation:
             terms, activations = self._terms(products, batch)
             balanced = terms
             if self.balance is not None:
-                balanced = self.balance(terms, activations, task, self.clock()[0])
+                balanced = self.balance(terms, activations, task, self._step)
             for bound, weight in products.active:
                 weighted = weight * balanced[bound.pair.name]
                 total = weighted if total is None else total + weighted
@@ -167,7 +169,7 @@ class Distillation:
 
     def _note_failure(self, name: str, term: Tensor) -> None:
         # Kept on the device: looking at it in every step would make an accelerator wait.
-        now = torch.where(torch.isfinite(term), torch.inf, float(self.clock()[0]))
+        now = torch.where(torch.isfinite(term), torch.inf, float(self._step))
         before = self._failed.get(name)
         self._failed[name] = now if before is None else torch.minimum(before, now)
 
