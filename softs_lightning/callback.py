@@ -55,7 +55,7 @@ class DistillationCallback(Callback):
         every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
         manual: for modules with manual optimization: their ``training_step`` adds
             ``distillation_loss(batch)`` to its own loss.
-        validate: run the teacher on validation batches too, and report there each term as
+        validate: run the teacher on the validation batches of the fit too, and report there each term as
             ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
         balance: find factors for the terms in training, see :mod:`softs_lightning.balancing`.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by

@@ -162,7 +162,7 @@ class Teacher:
         Args:
             device: where it runs and where its products end up; ``None`` leaves it where it is.
             convert: a precision plugin's ``convert_module``. A module that the user handed over is
-                copied first if this would change its dtype, which could not be undone.
+                copied first if this would change its dtype or its layers, which could not be undone.
             student: refused if it shares a parameter with the teacher, since freezing would stop
                 its training.
 
@@ -177,7 +177,7 @@ class Teacher:
             _refuse_shared(module, student)
         _refuse_meta(module)
         ours = module is not self.source
-        if not ours and convert is not None and _changes_dtype(module, convert):
+        if not ours and convert is not None and _changes(module, convert):
             module, ours = copy.deepcopy(module), True
         # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
         self._give_back = borrow(module, move=not ours)
@@ -392,10 +392,12 @@ def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
             )
 
 
-def _changes_dtype(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
-    probe = nn.Linear(1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-    before = probe.weight.dtype
-    return any(p.dtype != before for p in convert(probe).parameters())
+def _changes(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
+    """Whether a precision plugin gives a module like this one other types of numbers, or of layers."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    probe = nn.Sequential(nn.Linear(1, 1, dtype=dtype))
+    before = [(type(m), [p.dtype for p in m.parameters()]) for m in probe.modules()]
+    return before != [(type(m), [p.dtype for p in m.parameters()]) for m in convert(probe).modules()]
 
 
 def _refuse_meta(module: nn.Module) -> None:
