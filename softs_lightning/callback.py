@@ -58,8 +58,8 @@ class DistillationCallback(Callback):
         validate: run the teacher on the validation batches of the fit too, and report there each term as
             ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
         balance: find factors for the terms in training, see :mod:`softs_lightning.balancing`.
-        example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
-            default the first batch of the training data.
+        example_batch: a batch for the dry run that finds the sizes of projectors; by default the
+            first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
         prog_bar: show ``<name>/total`` in the progress bar.
 
@@ -71,8 +71,8 @@ class DistillationCallback(Callback):
 
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
-            manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other than one device and
-            DDP, no optimizer, ``WeightAveraging`` placed before this callback.
+            manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other
+            than one device and DDP, no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
     Example::
@@ -147,16 +147,7 @@ class DistillationCallback(Callback):
             raise ValueError(f"task_weight must be finite, got {task_weight}")
         if manual and self.task_weight != 1.0:
             raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
-        flags = {
-            "early_exit": early_exit,
-            "manual": manual,
-            "validate": validate,
-            "copy": copy,
-            "prog_bar": prog_bar,
-        }
-        for flag, value in flags.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{flag} must be True or False, got {value!r}")
+        _check_flags(early_exit=early_exit, manual=manual, validate=validate, copy=copy, prog_bar=prog_bar)
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
         self.every_n_steps = every_n_steps
@@ -405,6 +396,12 @@ class DistillationCallback(Callback):
                 "was written without the callback, under another name, or with save_weights_only=True. To begin a "
                 "new fit from its weights, load them into the LightningModule and pass no ckpt_path"
             )
+
+
+def _check_flags(**flags: Any) -> None:
+    for flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{flag} must be True or False, got {value!r}")
 
 
 def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:

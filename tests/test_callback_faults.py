@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,11 +139,14 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
 
 
 @pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One process that is a group of its own, and is none afterwards."""
+def _alone() -> Iterator[None]:
+    """One process that is a group of its own, and is none afterwards, in its environment neither."""
+    before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.usefixtures("_alone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,19 +27,33 @@ pytestmark = [
 ]
 
 
-def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
+def launch(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**_clean_environment(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # with the processes that it starts it can be ended as one
     )
+
+
+def _clean_environment() -> dict[str, str]:
+    ours = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def output_of(process: subprocess.Popen[str], timeout: float) -> str:
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"it did not end: {process.communicate()[0]}") from None
 
 
 def finish(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
-        output, _ = process.communicate(timeout=200)
+        output = output_of(process, 200)
         assert process.returncode == 0, output
 
 
@@ -170,7 +185,7 @@ def test_a_killed_rank_ends_the_others_and_its_checkpoint_resumes(
 ) -> None:
     start = time.monotonic()
     process = launch(str(SCRIPT), str(tmp_path), "killed", "2", "1", "ddp")
-    output, _ = process.communicate(timeout=120)
+    output = output_of(process, 120)
     assert process.returncode != 0, output
     assert time.monotonic() - start < 110
     assert not list(tmp_path.glob("*.pt"))
