@@ -18,6 +18,7 @@ __all__ = [
     "Normalizer",
     "bounded_logits",
     "check_same_shape",
+    "divisor",
     "full_precision",
     "keep_valid",
     "mean_over_rows",
@@ -167,10 +168,17 @@ def mean_over_rows(rows: Tensor, mask: Tensor | None = None, normalizer: Normali
             ``accumulate_grad_batches * world_size`` (Lightning and DDP divide by these again).
     """
     if mask is None:
-        return rows.sum() / (max(rows.numel(), 1) if normalizer is None else normalizer)
+        return rows.sum() / divisor(rows.numel(), normalizer)
     valid = _valid(mask, rows.shape).expand(rows.shape)
-    total = rows.masked_fill(~valid, 0).sum()
-    return total / (valid.sum().clamp(min=1) if normalizer is None else normalizer)
+    return rows.masked_fill(~valid, 0).sum() / divisor(valid.sum(), normalizer)
+
+
+def divisor(count: Tensor | int, normalizer: Normalizer = None) -> Tensor | float:
+    """The normalizer where there is one, else the count; 1 for a 0: of no row at all the sum is 0."""
+    value = count if normalizer is None else normalizer
+    if isinstance(value, Tensor):
+        return value.where(value != 0, torch.ones_like(value))
+    return value or 1
 
 
 def mean_over_tokens(values: Tensor, mask: Tensor | None = None, normalizer: Normalizer = None) -> Tensor:
