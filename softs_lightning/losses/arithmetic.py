@@ -19,6 +19,7 @@ __all__ = [
     "bounded_logits",
     "check_same_shape",
     "divisor",
+    "eager",
     "full_precision",
     "keep_valid",
     "mean_over_rows",
@@ -99,6 +100,12 @@ def run_raised(network: Callable[..., Tensor], values: Tensor) -> Tensor:
     half = [x.dtype for x in held if x.is_floating_point() and x.dtype.itemsize < 4]
     result = network(values.to(half[0]) if half else values)
     return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
+def eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep ``function`` out of ``torch.compile``: a loop over blocks would be unrolled into the graph."""
+    kept: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
 
 
 def full_precision(function: Function) -> Function:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softs_lightning.losses.arithmetic import Normalizer, divisor, raised
+from softs_lightning.losses.arithmetic import Normalizer, divisor, eager, raised
 from softs_lightning.losses.divergences import DIRECTIONS, mixture_logs
 from softs_lightning.losses.heads import Head
 from softs_lightning.losses.tokens import IGNORE, next_labels
@@ -193,13 +193,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep ``function`` out of ``torch.compile``: a loop over chunks would be unrolled into the graph."""
-    eager: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return eager
-
-
-@_eager
+@eager
 def _chunked_mean(
     student: Tensor,
     teacher: Tensor,
