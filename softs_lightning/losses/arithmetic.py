@@ -18,6 +18,7 @@ __all__ = [
     "Normalizer",
     "bounded_logits",
     "check_same_shape",
+    "check_width",
     "divisor",
     "eager",
     "full_precision",
@@ -80,6 +81,11 @@ def unit_interval(name: str, value: float) -> float:
 def raised(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in one dtype, float32 at least: half precision is raised, float64 is kept."""
     for tensor in tensors:
+        if tensor is None:
+            raise TypeError(
+                "a loss compares tensors, got None: nothing was returned there (transformers' attention maps "
+                'need attn_implementation="eager")'
+            )
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"a loss compares tensors, got {type(tensor).__name__}; "
@@ -130,6 +136,12 @@ def check_same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
             f"{what} compares tensors of one shape, got student {tuple(student.shape)} "
             f"and teacher {tuple(teacher.shape)}; add a projector, or choose a loss that takes unlike shapes"
         )
+
+
+def check_width(values: Tensor, width: int, dim: int, what: str) -> None:
+    """A ``ValueError`` that names ``what`` where dimension ``dim`` is not ``width`` long."""
+    if values.ndim <= max(dim, 0) or values.shape[dim] != width:
+        raise ValueError(f"{what} must have {width} features at dimension {dim}, got {tuple(values.shape)}")
 
 
 def _valid(mask: Tensor, shape: torch.Size) -> Tensor:
