@@ -179,6 +179,11 @@ def test_unlike_shapes_are_refused_with_both_named() -> None:
         KLDivergence()(torch.zeros(2, 3), torch.zeros(2, 1))
 
 
+def test_an_empty_capture_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match='attn_implementation="eager"'):
+        LF.mse(None, torch.zeros(2, 3))  # type: ignore[arg-type]
+
+
 def test_a_captured_tuple_is_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match="name the element"):
         LF.kl_divergence((torch.zeros(2, 3),), torch.zeros(2, 3))  # type: ignore[arg-type]
