@@ -57,10 +57,10 @@ def _kl_terms(direction: str) -> Terms:
 
 
 def _jsd_terms(beta: float, normalized: bool) -> Terms:
-    if beta in (0, 1) and normalized:
+    if beta in (0, 1):
         return _kl_terms("forward" if beta == 0 else "reverse")
     if not 0 < beta < 1:
-        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}; the ends need normalized=True")
+        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}")
     weight = 1 / (beta * (1 - beta)) if normalized else 1.0
 
     def terms(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
