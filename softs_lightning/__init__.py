@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from softs_lightning.callback import DistillationCallback
     from softs_lightning.catcher import ModelIOCatcher
     from softs_lightning.export import save_student
+    from softs_lightning.losses import check_loss
     from softs_lightning.pairing import Pair
     from softs_lightning.product import ProductSpec, parse_io_spec
     from softs_lightning.teacher import Teacher
@@ -27,6 +28,7 @@ __all__ = [
     "ProductSpec",
     "Teacher",
     "__version__",
+    "check_loss",
     "parse_io_spec",
     "save_student",
     "transfer_to_device",
@@ -38,6 +40,7 @@ _HOMES = {
     "Pair": "pairing",
     "ProductSpec": "product",
     "Teacher": "teacher",
+    "check_loss": "losses",
     "parse_io_spec": "product",
     "save_student": "export",
     "transfer_to_device": "transfer",

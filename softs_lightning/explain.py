@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import Refusal, build
 from softs_lightning.dryrun import rehearse
+from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
@@ -51,6 +52,7 @@ class Plan:
     teacher: str
     teacher_parameters: int
     cost: Cost
+    ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
 
 
@@ -109,24 +111,21 @@ def _batch(recipe: DictConfig) -> Any:
 
 def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any) -> Plan:
     leave_untrained(callback)
-    teacher = callback.teacher
-    with _refusing(f"{callback.name}, teacher"):
-        teacher.place("cpu")
-        assert teacher.module is not None
-        wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
-        teacher.check(wanted)
-    with _refusing(f"{callback.name}, student"):
-        pairs = [pair.resolve(student, teacher.module) for pair in callback.pairs]
-    with _refusing(f"{callback.name}, teacher"):
-        supplied = teacher.supply(batch, wanted)
-        theirs = [_selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in pairs]
-        cost = teacher.cost(batch, wanted)
-        name, size = type(teacher.module).__name__, parameters(teacher.module)
+    wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
+    with ExitStack() as stack:
+        with _refusing(f"{callback.name}, teacher"):
+            seen = stack.enter_context(outline(callback.teacher, batch, wanted))
+        with _refusing(f"{callback.name}, student"):
+            pairs = [pair.resolve(student, seen.module) for pair in callback.pairs]
+        with _refusing(f"{callback.name}, teacher"):
+            theirs = [
+                _selected(pair.teacher, seen.products.select(pair.teacher), seen.module) for pair in pairs
+            ]
+        name, size = type(seen.module).__name__, parameters(seen.module)
     captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
         ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
-    teacher.release()
-    return Plan(callback.name, name, size, cost, tuple(zip(pairs, theirs, ours, strict=True)))
+    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
 
 
 @contextmanager
@@ -160,7 +159,7 @@ def explain_recipe(recipe: DictConfig) -> str:
         lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", ""]
         for pair, theirs, ours in plan.pairs:
             lines += [_headline(pair), *_columns(theirs, ours), ""]
-        lines += [_stop(plan.cost)]
+        lines += [_stop(plan.cost), _how(plan.ran)]
     return "\n".join(lines)
 
 
@@ -189,6 +188,12 @@ def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [f"  {a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d}" for a, b, c, d in rows]
+
+
+def _how(ran: str | None) -> str:
+    if ran is None:
+        return "Found by a scan of the teacher: nothing was computed, and no weights were made."
+    return f"The teacher had to run for real, a scan of it failed: {ran}"
 
 
 def _stop(cost: Cost) -> str:

@@ -5,6 +5,7 @@ device, a fake-tensor mode, a CUDA stream, ...) holds in its blocks as well, and
 copy, what a block sets up never reaches the model.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,9 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 __all__ = ["snapshot"]
+
+
+_USUAL = {("cpu", False, torch.bfloat16), ("cuda", False, torch.float16)}  # autocast of a new thread
 
 
 def snapshot() -> Callable[[], AbstractContextManager[None]]:
@@ -41,9 +45,9 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.current_device(), torch.cuda.current_stream()
 
-    enabled = [each for each in autocast if each[1]]
-    if grad and not inference and not enabled and not (functions or dispatches or hooks or default or cuda):
-        return nullcontext  # as every new thread is; the rest takes longer than a small layer
+    usual = grad and not inference and cache and _USUAL.issuperset(autocast)
+    if usual and not (functions or dispatches or hooks or default or cuda):
+        return nullcontext  # a new thread is set up like that; doing it takes longer than a small layer
 
     @contextmanager
     def set_up() -> Iterator[None]:
@@ -76,6 +80,7 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     return set_up
 
 
+@functools.cache
 def _device_types() -> set[str]:
     kinds = {"cpu"}
     accelerator = torch.accelerator.current_accelerator()

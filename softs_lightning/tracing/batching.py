@@ -150,7 +150,10 @@ def rows_of(inputs: Inputs) -> int:
     """
     lengths = {each.shape[0] for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.dim()}
     if len(lengths) != 1:
-        found = "no tensor with a batch dimension" if not lengths else f"tensors of {sorted(lengths)} rows"
+        found = f"tensors of {sorted(lengths)} rows"
+        if not lengths:
+            text = any(isinstance(each, str) for each in leaves(inputs))
+            found = "text, and the envoy has no tokenizer" if text else "no tensor with a batch dimension"
         raise ValueError(
             f"an input of tracer.invoke() has to have one number of rows; this one holds {found}"
         )
@@ -228,9 +231,10 @@ def tokenized(
 ) -> Inputs:
     """The input as tensors: text through the tokenizer, a tokenizer's output as keyword arguments.
 
+    Without a tokenizer, text is left to the model.
+
     Raises:
-        TypeError: there is text but no tokenizer.
-        ValueError: texts of different lengths, and a tokenizer that has no padding token.
+        ValueError: there are several texts, and the tokenizer has no padding token.
     """
     if len(args) != 1:
         return args, kwargs
@@ -238,9 +242,7 @@ def tokenized(
     texts = [first] if isinstance(first, str) else first
     if isinstance(texts, list | tuple) and texts and all(isinstance(each, str) for each in texts):
         if tokenizer is None:
-            raise TypeError(
-                f"the input is text ({texts[0]!r}); make the envoy with `Envoy(model, tokenizer=...)`"
-            )
+            return args, kwargs
         if len(texts) > 1 and getattr(tokenizer, "pad_token", "") is None:
             raise ValueError("several texts need padding: set `tokenizer.pad_token`, it is None")
         first = tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1)

@@ -96,7 +96,7 @@ class CacheView:
         raise KeyError(f"{candidates[-1]} is no module of the traced model")
 
     def __getattr__(self, name: str) -> "CacheView":
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         try:
             return self[name]
@@ -205,7 +205,7 @@ class Recorder:
         self._targets = {}
         if changed:
             warnings.warn(
-                f"the model changed {', '.join(changed)} in place after it was recorded (an in-place activation, "
-                "for example), so the cache holds the changed values",
+                f"{', '.join(changed)} changed in place after it was recorded (by an in-place activation, for "
+                "example), so the cache holds the changed values",
                 stacklevel=2,
             )

@@ -18,6 +18,10 @@ from softs_lightning.tracing.source import SAVE, Site, site_of
 __all__ = ["Body", "Capturing", "FunctionBody", "Scope", "WithBody", "own_frames_removed", "without_context"]
 
 _HERE = str(Path(__file__).parent)
+if sys.version_info < (3, 13):  # afterwards f_locals is no copy
+    _locals_to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
+    _locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
+    _locals_to_fast.restype = None
 _OPTIMIZED = inspect.CO_OPTIMIZED
 _COPIED = ("__name__", "__package__", "__spec__", "__file__")  # read by import and warnings past __missing__
 
@@ -237,6 +241,7 @@ class Capturing:
         except BaseException as raised:
             # Without this the user's own error would seem to come from handling the signal.
             without_context(raised, error)
+            raised.__traceback__ = own_frames_removed(raised.__traceback__)
             raise
         finally:
             if not self._keeps:
@@ -283,8 +288,8 @@ def write_names(frame: FrameType, values: dict[str, Any]) -> None:
     local = frame.f_locals
     for name, value in values.items():
         (local if name in own else frame.f_globals)[name] = value
-    if sys.version_info < (3, 13):  # there f_locals is a copy
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    if sys.version_info < (3, 13):
+        _locals_to_fast(frame, 0)
 
 
 def drop_locals(frame: FrameType) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from softs_lightning.tracing.capture import FunctionBody
+from softs_lightning.tracing.invoke import Outcome
 from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
@@ -124,7 +125,7 @@ class Envoy:
 
     # From outside: traces.
 
-    def trace(self, *args: Any, **kwargs: Any) -> InterleavingTracer:
+    def trace(self, /, *args: Any, **kwargs: Any) -> InterleavingTracer:
         """Call the module with these arguments, and run the body of the with statement along with it.
 
         Without an input (no positional argument and no tensor), the body gives it with `InterleavingTracer.invoke`.
@@ -133,12 +134,28 @@ class Envoy:
         """
         return InterleavingTracer(self, None, *args, **kwargs)
 
-    def scan(self, *args: Any, **kwargs: Any) -> ScanningTracer:
-        """The same as `trace`, with fake tensors: shapes, dtypes and devices without compute or weights."""
+    def scan(self, /, *args: Any, **kwargs: Any) -> ScanningTracer:
+        """The same as `trace`, with fake tensors: shapes, dtypes and devices without compute or weights.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> with torch.device("meta"):
+        ...     model = Envoy(torch.nn.Sequential(torch.nn.Linear(9000, 8000), torch.nn.ReLU()))
+        >>> with model.scan(torch.ones(2, 9000)):
+        ...     shape = model[0].output.shape.save()
+        >>> shape
+        torch.Size([2, 8000])
+        """
         return ScanningTracer(self, None, *args, **kwargs)
 
     def run(
-        self, program: Callable[..., Any], /, *args: Any, method: str | None = None, **kwargs: Any
+        self,
+        program: Callable[..., Any],
+        /,
+        *args: Any,
+        method: str | None = None,
+        scan: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Run a function as the block of a trace, and return what it saved.
 
@@ -146,10 +163,12 @@ class Envoy:
             program: called as ``program(envoy)`` or ``program(envoy, tracer)``.
             args: what the module is called with.
             method: the name of a method to call in place of the module, such as ``"generate"``.
+            scan: whether to run under fake tensors, as `scan` does.
             kwargs: what the module is called with.
 
         Returns:
-            What it saved by ``save(value, name)``, and the items of a mapping that it returned.
+            What it saved by ``save(value, name)``, and the items of a mapping that it returned, with the values
+            of functions decorated with ``@tracer.invoke(...)`` in place of their `Outcome`.
 
         Raises:
             TypeError: it returned something else.
@@ -165,7 +184,7 @@ class Envoy:
         ...     model.run(program, torch.ones(1, 2))
         {'activation': tensor([[0., 0., 0.]])}
         """
-        tracer = InterleavingTracer(self, method, *args, **kwargs)
+        tracer = (ScanningTracer if scan else InterleavingTracer)(self, method, *args, **kwargs)
         body = FunctionBody(program, (self, tracer))
         try:
             named = tracer._execute(body)
@@ -178,12 +197,13 @@ class Envoy:
             )
         if both := named.keys() & returned.keys():
             raise ValueError(f"{program!r} both saved and returned {', '.join(sorted(both))}")
-        return {**named, **returned}
+        values = {name: each.value if isinstance(each, Outcome) else each for name, each in returned.items()}
+        return {**named, **values}
 
     # The tree.
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         module = self._module
         try:

@@ -28,6 +28,9 @@ class Observer(Protocol):
     def left(self, module: int, value: Any, token: Any) -> None: ...
 
 
+_NEVER = "its module was never called (on this thread, and not by fused or scripted code, which calls none)"
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """What was kept from the beginning of a visit for its end."""
@@ -226,7 +229,7 @@ class Run:
             self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
             worker.interrupt(type(interruption))
-            if not self.baton.take(PATIENCE):
+            if worker.thread is not None and not self.baton.take(PATIENCE):
                 warnings.warn("a traced block goes on after an interruption", stacklevel=2)
             worker.error = None
             raise
@@ -380,7 +383,7 @@ class Run:
                 else ""
             )
             return OutOfOrderError(f"{which} was asked for after the run had passed it: {last}; {hint}{more}")
-        reached = f"its module was visited {visits} times" if visits else "its module was never called"
+        reached = f"its module was visited {visits} times" if visits else _NEVER
         return OutOfOrderError(f"{which} was not reached: {reached}; {last}")
 
 

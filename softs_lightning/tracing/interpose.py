@@ -59,14 +59,15 @@ def interposed(modules: Iterable[nn.Module]) -> Iterator[None]:
     installed: list[nn.Module] = []
     with _lock:
         _begin()
-        for module in modules:
-            slots = module.__dict__
-            forward = slots.get("forward")
-            if type(forward) is not _Forward:
-                forward = slots["forward"] = _Forward(module)
-            forward.count += 1
-            installed.append(module)
     try:
+        with _lock:
+            for module in modules:
+                slots = module.__dict__
+                forward = slots.get("forward")
+                if type(forward) is not _Forward:
+                    forward = slots["forward"] = _Forward(module)
+                forward.count += 1
+                installed.append(module)
         yield
     finally:
         with _lock:

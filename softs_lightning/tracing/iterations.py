@@ -55,7 +55,7 @@ class Iterations:
         asked: tuple[int, ...] | None = None
         try:
             for number, step in enumerate(self._numbers()):
-                asked = worker.first or asked
+                asked = (worker.first or asked) if number else None
                 if number and not self._another(worker, asked, step):
                     break
                 worker.step, worker.first = step, None

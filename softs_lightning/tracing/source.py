@@ -85,7 +85,7 @@ def _read(frame: FrameType) -> Site:
         raise ValueError(
             f"{where}: the body of a trace cannot start with try:; put any other statement before it"
         )
-    compiled = _compile(statement, owner, code)
+    compiled = _compile(statement, owner, frame)
     names = _names(compiled) - {SAVE, "save"}
     last = statement.end_lineno or statement.lineno
     if not names <= _names(code):
@@ -195,15 +195,21 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _compile(statement: ast.With, owner: str | None, code: CodeType) -> CodeType:
+def _compile(statement: ast.With, owner: str | None, frame: FrameType) -> CodeType:
+    code = frame.f_code
     arguments = code.co_varnames[: code.co_argcount]
     rewrite = _Rewrite(owner, arguments[0] if arguments else None)
     # The leading statement keeps a text that comes first from becoming the docstring of a module.
     start = ast.copy_location(ast.Pass(), statement.body[0])
     module = ast.Module([start, *(rewrite.visit(node) for node in statement.body)], type_ignores=[])
+    ast.fix_missing_locations(module)
+    if "@pytest_ar" in frame.f_globals:  # pytest has rewritten the assertions around: those of the body too
+        sys.modules["_pytest.assertion.rewrite"].rewrite_asserts(module, b"", code.co_filename)
+        # Without its two imports, which the globals around have.
+        module.body = [each for each in module.body if not _is_pytests(each)]
     try:
         compiled = compile(
-            ast.fix_missing_locations(module),
+            module,
             code.co_filename,
             "exec",
             flags=code.co_flags & _FUTURE,
@@ -217,6 +223,10 @@ def _compile(statement: ast.With, owner: str | None, code: CodeType) -> CodeType
         raise error.with_traceback(None) from None
     renamed: CodeType = compiled.replace(co_name=code.co_name, co_qualname=code.co_qualname)
     return renamed
+
+
+def _is_pytests(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import) and (node.names[0].asname or "").startswith("@py")
 
 
 class _Rewrite(ast.NodeTransformer):

@@ -36,7 +36,7 @@ class InterleavingTracer(Capturing):
     """
 
     def __init__(
-        self, envoy: "Envoy", fn: Callable[..., Any] | str | None, *args: Any, **kwargs: Any
+        self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
     ) -> None:
         self.envoy: Envoy | None = envoy
         self.fn = fn
@@ -67,13 +67,33 @@ class InterleavingTracer(Capturing):
         Other blocks that wait at this very location are still served. The block itself goes on, but no location
         after this one can be reached. Code of the model that a ``finally`` or an ``except BaseException`` guards
         still runs on the way out.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(7, 7)))
+        >>> with model.trace(torch.ones(1, 2)) as tracer:  # the last layer would not fit
+        ...     hidden = model[1].output.save()
+        ...     tracer.stop()
+        >>> hidden.shape
+        torch.Size([1, 3])
         """
         worker = self._worker("tracer.stop()")
         worker.run.stop(worker)
 
     @property
     def iter(self) -> Iterations:
-        """Visits of a location by number: ``for step in tracer.iter[:3]``; see `Iterations`."""
+        """Visits of a location by number: ``for step in tracer.iter[:3]``; see `Iterations`.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(*[torch.nn.Tanh()] * 3))  # one module, three times
+        >>> with model.trace(torch.ones(1)) as tracer:
+        ...     found = [].save()
+        ...     for step in tracer.iter[1:]:
+        ...         found.append((step, round(model[0].output.item(), 2)))
+        >>> found
+        [(1, 0.64), (2, 0.57)]
+        """
         root = 0 if self.envoy is None else id(self.envoy.module)
         return Iterations(root=root)
 
@@ -86,6 +106,21 @@ class InterleavingTracer(Capturing):
 
         Each block calls it; nothing below a barrier runs before everything above it, in all of them. It can be
         used again. If fewer blocks get there, those that wait raise ValueError when the run ends.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> with model.trace() as tracer:
+        ...     barrier = tracer.barrier(2)
+        ...     with tracer.invoke(torch.zeros(1, 1)):
+        ...         barrier()
+        ...         model[0].output = given
+        ...         result = model.output.save()
+        ...     with tracer.invoke(torch.ones(1, 1)):
+        ...         given = model[0].output * 100
+        ...         barrier()
+        >>> result.item()
+        1.0
         """
         return Barrier(n)
 
@@ -113,6 +148,15 @@ class InterleavingTracer(Capturing):
         Raises:
             ValueError: the block has already read or changed something, which the cache would have missed.
             KeyError: a path names no module of the traced model.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
+        >>> with model.trace(torch.ones(1, 2)) as tracer:
+        ...     cache = tracer.cache()
+        ...     model[0].output[:] = -1
+        >>> cache.keys(), cache["model.1"].output
+        (['model.0', 'model.1', 'model'], tensor([[0., 0., 0.]]))
         """
         worker = ACTIVE.worker
         if worker is None and self._invokes is None:
@@ -144,13 +188,28 @@ class InterleavingTracer(Capturing):
         saves.add(view)
         return view
 
-    def invoke(self, *args: Any, **kwargs: Any) -> "Invoker":
+    def invoke(self, /, *args: Any, **kwargs: Any) -> "Invoker":
         """A block with an input of its own, in a trace that got none.
 
         The inputs of all invokes make one batch, and each block reads and writes its own rows. Without an input,
         the block sees all rows. The body around the invokes runs first, to collect them; a name that one invoke
         assigns is seen by the others, unless they assigned it themselves. As a decorator, it takes a function
         as the block, and the name then stands for an `Outcome`.
+
+        A tensor of the model counts as a batch if its dimension 0 is as long as the batch; others are seen whole.
+
+        >>> import torch
+        >>> from softs_lightning.tracing import Envoy
+        >>> model = Envoy(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> with model.trace() as tracer:
+        ...     with tracer.invoke(torch.zeros(2, 1)):
+        ...         model[0].output = torch.ones(2, 1)
+        ...     with tracer.invoke(torch.zeros(1, 1)):
+        ...         mine = model[0].output.save()
+        ...     with tracer.invoke():
+        ...         whole = model[1].input.save()
+        >>> mine.tolist(), whole.tolist()
+        ([[0.0]], [[1.0], [1.0], [0.0]])
         """
         return Invoker(self, args, kwargs)
 
@@ -182,9 +241,11 @@ class InterleavingTracer(Capturing):
                 for each, _ in blocks:
                     each.join([other for other, _ in blocks])
             self._interleave(blocks, inputs, saves)
-        except AttributeError as error:
-            if error.name == "save":
+        except Exception as error:
+            if isinstance(error, AttributeError) and error.name == "save":
                 error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
+            if self.args and isinstance(self.args[0], str) and self.envoy._tokenizer is None:
+                error.add_note("the input is text; to have it tokenized, use Envoy(model, tokenizer=...)")
             raise
         finally:
             for each, _ in blocks:
@@ -287,13 +348,15 @@ class ScanningTracer(InterleavingTracer):
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            return mode.from_tensor(tensor.to("meta") if meta else tensor, static_shapes=True)
+            if meta and not tensor.is_meta:
+                moved = tensor.detach().to("meta")
+                tensor = (
+                    nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                )
+            return mode.from_tensor(tensor, static_shapes=True)
 
         def faked(state: dict[str, Any]) -> dict[str, Any]:
-            return {
-                name: None if each is None else mode.from_tensor(each, static_shapes=True)
-                for name, each in state.items()
-            }
+            return {name: None if each is None else fake(each) for name, each in state.items()}
 
         try:
             for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not

@@ -118,7 +118,8 @@ class Worker:
         self.rows = rows
         self.step = 0  # which visit of a location is meant: a loop over `tracer.iter` moves it
         self.asked = False
-        self.first: tuple[int, ...] | None = None  # modules whose next visit could begin another step
+        # In a loop: the modules whose next visit could begin another step; None before anything was asked for.
+        self.first: tuple[int, ...] | None = ()
         self.waits_for: tuple[Place, ...] | None = None
         self.waits: Any = None  # said in messages: what it waits for
         self.thrown: BaseException | None = None
@@ -229,7 +230,10 @@ class Worker:
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise ``kind`` in the block while it is running."""
-        if self.thread is not None and self.thread.ident is not None and self.alive:
+        if self.thread is None or self.thread.ident is None:  # it could not even be started
+            self.alive, self.thread = False, None
+            self.baton.close()
+        elif self.alive:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.thread.ident), ctypes.py_object(kind)
             )

@@ -253,6 +253,7 @@ def test_an_assertion_fails_on_its_line(model):
     with pytest.raises(AssertionError, match="because") as caught, model.trace(X):
         hidden = model.first.output
         assert hidden.shape == (0, 0), "because"
+    assert "torch.Size([2, 5]) == (0, 0)" in str(caught.value)  # explained by pytest as anywhere else
     assert last_line(caught.value) == 'assert hidden.shape == (0, 0), "because"'
 
 
@@ -265,8 +266,9 @@ def test_an_error_comes_out_once_with_the_users_line_last(model):
     assert error.__context__ is None
     assert error.__cause__ is None
     assert last_line(error).startswith("1 / 0")
-    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    assert names[0] == names[-1] == "test_an_error_comes_out_once_with_the_users_line_last"
+    frames = traceback.extract_tb(error.__traceback__)
+    name = "test_an_error_comes_out_once_with_the_users_line_last"
+    assert [frame.name for frame in frames] == [name, name]  # the with statement, and the line
 
 
 def test_an_error_of_a_trace_ends_on_the_line_that_asked(model):
@@ -476,6 +478,32 @@ def test_a_program_runs_along_a_method(model, net):
     found = model.run(program, X, method="generate", steps=2)
     assert list(found) == ["step 0", "step 1"]
     assert torch.equal(found["step 0"], net.second(torch.tanh(net.first(X))))
+
+
+def test_a_program_averages_over_two_inputs(model):
+    def program(model, tracer):
+        @tracer.invoke(X)
+        def whole():
+            return model.first.output
+
+        @tracer.invoke(X * 3)
+        def other():
+            save(model.first.output * 0.5, "half")
+
+        return {"whole": whole}
+
+    found = model.run(program)
+    assert torch.equal(found["whole"], model.first(X))
+    assert torch.equal(found["half"], model.first(X * 3) * 0.5)
+
+
+def test_a_program_is_scanned(model):
+    found = model.run(lambda model: {"width": model.second.output.shape[-1]}, X, scan=True)
+    steps = model.run(
+        lambda model: {"shape": model.second.output.shape}, X, scan=True, method="generate", steps=1
+    )
+    assert found == {"width": 2}
+    assert steps == {"shape": (2, 2)}
 
 
 def test_programs_that_return_something_else_or_the_same_twice_are_refused(model):

@@ -124,6 +124,25 @@ def test_a_model_without_weights_is_scanned_on_the_meta_device():
     assert all(each.is_meta and not isinstance(each, FakeTensor) for each in net.parameters())
 
 
+def test_what_is_real_in_a_model_without_weights_moves_along(x):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 5, device="meta")
+            self.own = nn.Parameter(torch.ones(5))
+            self.register_buffer("table", torch.arange(5.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.own + self.table
+
+    net = Mixed()
+    with Envoy(net).scan(x) as tracer:
+        found = metadata(tracer.result).save()
+    assert found == ((4, 5), torch.float32, torch.device("meta"))
+    assert torch.equal(net.table, torch.arange(5.0))
+    assert torch.equal(net.own, torch.ones(5))
+
+
 def test_a_small_model_has_the_same_shapes_on_the_meta_device():
     config = LlamaConfig(
         vocab_size=20, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2

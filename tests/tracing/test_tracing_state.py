@@ -12,6 +12,7 @@ import warnings
 import weakref
 from contextlib import nullcontext
 
+import lightning
 import pytest
 import torch
 from torch import nn
@@ -89,6 +90,16 @@ def test_the_state_of_the_caller_holds_in_the_block_and_stays(model, context):
         assert state() == before
     assert early == before
     assert late == before
+
+
+def test_an_autocast_dtype_that_is_set_but_not_used_yet_holds_in_the_block(model, x):
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        with model.trace(x):
+            inside = save(torch.get_autocast_dtype("cpu"))
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert inside is torch.float16
 
 
 def test_global_defaults_hold_in_the_block(model, net):
@@ -523,3 +534,74 @@ def test_compiled_models_are_traced_eagerly_and_stay_compiled(x):
     assert torch.equal(compiled(x), expected[0])
     assert torch.equal(in_place(x), expected[1])
     assert len(graphs) == compilations
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_at_once(model, net, x, monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    watch = Watch(net)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", start)
+        fine(model, x)
+    assert watch.clean()
+
+
+def test_a_model_that_turns_every_error_into_its_own_is_stopped_all_the_same(x):
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return self.inner(x)
+            except BaseException as error:
+                raise RuntimeError("wrapped") from error
+
+    model = Envoy(Wraps())
+    with model.trace(x) as tracer:
+        hidden = model.inner.output.save()
+        tracer.stop()
+    assert torch.equal(hidden, model.module.inner(x))
+    with pytest.raises(KeyError, match="mine"), model.trace(x):
+        model.inner.output.save()
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_teacher_and_student_are_traced_in_a_training_step(precision):
+    class Student(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), []
+
+        def training_step(self, batch, _):
+            with torch.no_grad(), teacher.trace(batch[0]) as tracer:
+                target = teacher[1].output.save()
+                tracer.stop()
+            student = Envoy(self.net)
+            with student.trace(batch[0]):
+                mine = student[1].output.save()
+            plain = nn.functional.mse_loss(self.net[1](self.net[0](batch[0])), target)
+            loss = nn.functional.mse_loss(mine, target)
+            self.plain.append(torch.equal(loss, plain))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    torch.manual_seed(0)
+    teacher = Envoy(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    student = Student()
+    before = student.net[0].weight.detach().clone()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 3)), batch_size=4)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on workers
+        trainer.fit(student, data)
+    assert student.plain == [True, True]
+    assert not torch.equal(student.net[0].weight, before)
