@@ -211,7 +211,7 @@ def test_selectors_mean_without_the_teacher_what_they_mean_with_it(tmp_path: Pat
     teacher = placed(StoredTeacher(None, tmp_path))
     with pytest.raises(KeyError, match=r"Deep has no module named 'layers.7'"):
         teacher.check(ProductSpec.parse("outputs[layers.7]"))
-    with pytest.raises(KeyError, match="the modules of class .ModuleList. are"):
+    with pytest.raises(KeyError, match=r"the modules of class .ModuleList. are"):
         teacher.check(ProductSpec.parse("outputs[@ModuleList]"))
 
 
