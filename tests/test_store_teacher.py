@@ -172,7 +172,7 @@ def test_values_come_back_in_their_type_within_the_stated_error(
 
 
 def test_encodings_by_product(tmp_path: Path) -> None:
-    fill(tmp_path, tokens(4), "outputs[embed|pool]", encoding={"outputs[embed]": "int8"})
+    fill(tmp_path, tokens(4), "outputs[embed|pool]", encoding={"outputs[emb*]": "int8"})
     assert [(c.key.product, c.key.encoding) for c in ProductStore(tmp_path).columns()] == [
         ("outputs[embed]", "int8"),
         ("outputs[pool]", "exact"),
@@ -311,9 +311,11 @@ def test_an_encoding_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_encoding_for_what_nobody_asks_for_is_refused(tmp_path: Path) -> None:
-    teacher = placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[embd]": "fp16"}))
+    with pytest.raises(KeyError, match="no module named 'embd'"):
+        placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[embd]": "fp16"}))
+    teacher = placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[pool]": "fp16"}))
     with pytest.raises(
-        KeyError, match=r"names outputs\[embd\], which no pair asks for: they ask for outputs\[embed\]"
+        KeyError, match=r"names outputs\[pool\], which no pair asks for: they ask for outputs\[embed\]"
     ):
         teacher.check(ProductSpec.parse("outputs[embed]"))
 

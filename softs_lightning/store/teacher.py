@@ -122,6 +122,7 @@ class StoredTeacher(Teacher):
         self.absent = source is None
         self.path = os.fspath(path)
         self.encodings = _encodings(encoding)
+        self._encoded: dict[str, Encoding] = {}
         self.ids, self.seed = ids, seed
         self.feed = feed_fingerprint(feed)
         self.mask, self.fill = mask, float(fill)
@@ -160,6 +161,9 @@ class StoredTeacher(Teacher):
         self._device = None if device is None else torch.device(device)
         try:
             self.store = ProductStore(self.path, mode=self.mode, cache=self.cache)
+            for product, kept in self.encodings.items():
+                names = canonical(self._resolve(ProductSpec.parse(product))) if product else [""]
+                self._encoded.update(dict.fromkeys(names, kept))
             if not self.absent:
                 assert self.module is not None
                 if self.program is not None and not self.identity:
@@ -180,7 +184,7 @@ class StoredTeacher(Teacher):
             self.commit()
         finally:
             self.store = self._fingerprint = self._device = self._given = self._kept = None
-            self._columns, self._proven, self._resolved = {}, set(), {}
+            self._columns, self._proven, self._resolved, self._encoded = {}, set(), {}, {}
             super().release()
 
     def commit(self) -> int:
@@ -203,7 +207,7 @@ class StoredTeacher(Teacher):
         if not self.absent:
             super().check(spec)
         names = canonical(self._resolve(spec))
-        for product in self.encodings:
+        for product in self._encoded:
             if product and product not in names:
                 close = ", ".join(nearest(product, names) or names)
                 raise KeyError(f"encoding= names {product}, which no pair asks for: they ask for {close}")
@@ -216,7 +220,7 @@ class StoredTeacher(Teacher):
         return {"teacher": self._fingerprint, "feed": self.feed}
 
     def _choice(self, product: str) -> dict[str, Any]:
-        wanted = self.encodings.get(product, self.encodings.get(""))
+        wanted = self._encoded.get(product, self._encoded.get(""))
         return {
             "origin": None if self.absent else self._origin(),
             "encoding": None if wanted is None else wanted.name,
@@ -417,7 +421,7 @@ def _encodings(choice: Encodings) -> dict[str, Encoding]:
         return {}
     if not isinstance(choice, Mapping):
         return {"": encoding(choice)}
-    return {one: encoding(name) for product, name in choice.items() for one in canonical(product)}
+    return {str(ProductSpec.parse(product)): encoding(name) for product, name in choice.items()}
 
 
 def _device(arguments: Mapping[str, Any]) -> torch.device:
