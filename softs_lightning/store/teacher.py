@@ -19,14 +19,14 @@ from softs_lightning.catcher import Capture
 from softs_lightning.names import nearest
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import resolve_spec
-from softs_lightning.store.alone import refuse_dependent, single
+from softs_lightning.store.alone import prove_independent, single
 from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
-from softs_lightning.store.errors import MissingSampleError, SampleChangedError
+from softs_lightning.store.errors import MissingSampleError
 from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
 from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.restored import Absent, Restored, modules_of, skeleton
-from softs_lightning.store.rows import keep, places, put_together
+from softs_lightning.store.rows import keep, look_up, places, put_together
 from softs_lightning.store.samples import Ids, Samples, identify, named, recorded
 from softs_lightning.store.store import Mode, ProductStore, canonical, lacking
 from softs_lightning.store.tokens import Kept
@@ -351,26 +351,18 @@ class StoredTeacher(Teacher):
     def _prove_independent(self, spec: ProductSpec, values: Sequence[Any], count: int) -> None:
         """Once for each product: run one sample alone, and see that it is what it was in the batch."""
         assert self._given is not None
-        call, index, marker = self._given[1], count // 2, object()
-        self._given = marker, single(call, count, index)
-        try:
-            alone = super().supply(marker, spec).select(spec)
-        except Exception as error:
-            raise ValueError(
-                f"the teacher cannot be run on one sample of the batch ({error}), which would show whether its products "
-                "depend on the others: check='none' leaves this out"
-            ) from error
-        for name, ours, theirs in zip(canonical(spec), values, alone, strict=True):
-            if isinstance(ours, Tensor) and ours.ndim and len(ours) == count:
-                refuse_dependent(name, ours, theirs, index, lowered=self._autocast() is not None)
-        self._proven.update(canonical(spec))
+        call, marker = self._given[1], object()
+
+        def alone(index: int) -> list[Any]:
+            self._given = marker, single(call, count, index)
+            return Teacher.supply(self, marker, spec).select(spec)
+
+        together = dict(zip(canonical(spec), values, strict=True))
+        prove_independent(together, alone, count, lowered=self._autocast() is not None)
+        self._proven.update(together)
 
     def _restore(self, column: Column, samples: Samples) -> Tensor:
-        rows = [column.row(id) for id in samples.ids]
-        if self.compares:
-            for row, digest in zip(rows, samples.digests, strict=True):
-                if row.digest != digest:
-                    raise SampleChangedError(_changed(self.path, row.id))
+        rows = look_up(column, samples, compare=self.compares)
         where = places(column, rows, samples, self.keep)
         if where is not None and samples.mask is not None:
             self._kept = torch.zeros(samples.mask.shape, dtype=torch.bool)
@@ -426,10 +418,3 @@ def _encodings(choice: Encodings) -> dict[str, Encoding]:
 
 def _device(arguments: Mapping[str, Any]) -> torch.device:
     return next((v.device for v in arguments.values() if isinstance(v, Tensor)), torch.device("cpu"))
-
-
-def _changed(where: str, id: str) -> str:
-    return (
-        f"sample {id!r} is not what it was when its products were written to {where}: a random augmentation (replay it "
-        "with Numbered(dataset, seed=0), or give seed=), a dataset that changed or was reordered, or another tokenizer"
-    )
