@@ -6,7 +6,7 @@ another product in every batch. One sample is run alone and compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ def single(value: Any, count: int, index: int) -> Any:
 
 
 def prove_independent(
-    together: Mapping[str, Any], alone: Callable[[int], Sequence[Any]], count: int, *, lowered: bool
+    together: Mapping[str, Any], alone: Callable[[int], Mapping[str, Any]], count: int, *, lowered: bool
 ) -> None:
     """Run one sample alone, and see that its products are what they are in the batch.
 
     Args:
         together: the products of the batch, by name.
-        alone: gives the products, in the same order, of the sample of a number.
+        alone: gives the products of the sample of a number, by name.
         count: samples of the batch.
         lowered: whether autocast is on.
 
@@ -60,9 +60,9 @@ def prove_independent(
             f"the teacher cannot be run on one sample of the batch ({error}), which would show whether its products "
             "depend on the others: check='none' leaves this out"
         ) from error
-    for (name, ours), theirs in zip(together.items(), values, strict=True):
+    for name, ours in together.items():
         if isinstance(ours, Tensor) and ours.ndim and len(ours) == count:
-            refuse_dependent(name, ours, theirs, index, lowered=lowered)
+            refuse_dependent(name, ours, values[name], index, lowered=lowered)
 
 
 def refuse_dependent(product: str, together: Tensor, alone: Tensor, index: int, *, lowered: bool) -> None:

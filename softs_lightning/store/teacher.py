@@ -353,11 +353,13 @@ class StoredTeacher(Teacher):
         assert self._given is not None
         call, marker = self._given[1], object()
 
-        def alone(index: int) -> list[Any]:
-            self._given = marker, single(call, count, index)
-            return Teacher.supply(self, marker, spec).select(spec)
+        names = canonical(spec)
 
-        together = dict(zip(canonical(spec), values, strict=True))
+        def alone(index: int) -> dict[str, Any]:
+            self._given = marker, single(call, count, index)
+            return dict(zip(names, Teacher.supply(self, marker, spec).select(spec), strict=True))
+
+        together = dict(zip(names, values, strict=True))
         prove_independent(together, alone, count, lowered=self._autocast() is not None)
         self._proven.update(together)
 
