@@ -59,7 +59,8 @@ class Digits(L.LightningDataModule):
             validation and test never changes.
 
     Raises:
-        ValueError: if `labels` is not a multiple of ten in 10..500 (the rarest class has fewer than 100).
+        ValueError: if `labels` is not a multiple of ten in 10..500 (some class has fewer than 100 images in the
+            pool), or `batch_size` or `passes` is less than one.
 
     >>> data = Digits(labels=50)
     >>> (data.train.label >= 0).sum().item(), len(data.train), len(data.validation), len(data.test)
@@ -74,6 +75,8 @@ class Digits(L.LightningDataModule):
             raise ValueError(
                 f"labels={labels}: give a multiple of ten from 10 to 500, or null for all of them."
             )
+        if batch_size < 1 or passes < 1:
+            raise ValueError(f"batch_size={batch_size} and passes={passes}: both must be at least 1.")
         self.labels, self.batch_size, self.passes, self.seed = labels, batch_size, passes, seed
         pixels, digits = load_digits(return_X_y=True)
         image = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16

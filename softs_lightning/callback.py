@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
 from softs_lightning.auxiliary import Auxiliary, enrol, weights
-from softs_lightning.dryrun import first_batch, rehearse, sizes
+from softs_lightning.balancing import Balance
+from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
@@ -50,11 +49,14 @@ class DistillationCallback(Callback):
         early_exit: stop the teacher's forward when the last product is captured.
         teacher_dtype: run the teacher in this floating point type, whatever the precision of the
             training is; by default the trainer's precision applies to it as to the student.
+        compile_teacher: compile the teacher's part before the exit as one graph; a string names the
+            backend of ``torch.compile``.
         every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
         manual: for modules with manual optimization: their ``training_step`` adds
             ``distillation_loss(batch)`` to its own loss.
         validate: run the teacher on validation batches too, and report there each term as
             ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
+        balance: find factors for the terms in training, see :mod:`softs_lightning.balancing`.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
             default the first batch of the training data.
         copy: capture copies, for models that write into their activations in place.
@@ -108,9 +110,11 @@ class DistillationCallback(Callback):
         teacher_inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
         teacher_dtype: torch.dtype | str | None = None,
+        compile_teacher: bool | str = False,
         every_n_steps: int = 1,
         manual: bool = False,
         validate: bool = False,
+        balance: Balance | None = None,
         example_batch: Any = None,
         copy: bool = False,
         prog_bar: bool = False,
@@ -120,14 +124,21 @@ class DistillationCallback(Callback):
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
         if isinstance(teacher, Teacher):
-            if teacher_inputs is not None or early_exit is not True or copy or teacher_dtype is not None:
+            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher
+            if given != (None, True, False, None, False):
                 raise ValueError(
-                    "give teacher_inputs, early_exit, teacher_dtype and copy to the Teacher that you pass"
+                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy) goes "
+                    "to the Teacher that you pass"
                 )
             self.teacher = teacher
         else:
             self.teacher = Teacher(
-                teacher, inputs=teacher_inputs, early_exit=early_exit, copy=copy, dtype=teacher_dtype
+                teacher,
+                inputs=teacher_inputs,
+                early_exit=early_exit,
+                copy=copy,
+                dtype=teacher_dtype,
+                compile=compile_teacher,
             )
         self.name = name
         self.task_weight = float(task_weight)
@@ -135,14 +146,31 @@ class DistillationCallback(Callback):
             raise ValueError(f"task_weight must be finite, got {task_weight}")
         if manual and self.task_weight != 1.0:
             raise ValueError("with manual=True your own step weights its loss: leave task_weight out")
-        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        flags = {
+            "early_exit": early_exit,
+            "manual": manual,
+            "validate": validate,
+            "copy": copy,
+            "prog_bar": prog_bar,
+        }
+        for flag, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{flag} must be True or False, got {value!r}")
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self.manual = manual
         self.validate = validate
+        if balance is not None and not isinstance(balance, Balance):
+            raise TypeError(f"balance must be a softs_lightning.balancing.Balance or None, got {balance!r}")
+        if manual and balance is not None and balance.needs_task:
+            raise ValueError(
+                f"{type(balance).__name__} looks at the task's loss, which manual=True does not show it"
+            )
+        self.balance = balance
         self.example_batch = example_batch
         self.prog_bar = prog_bar
-        self._open = ExitStack()  # undoes whatever a fit has put in place
+        self._attached = Attachment(self)
         self._bound: nn.ModuleList | None = None
         self._share: Distillation | None = None
         self._validation: Validation | None = None
@@ -165,72 +193,48 @@ class DistillationCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._clear_away(trainer, pl_module)
+        self._close()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         rivals = [c for c in callbacks if isinstance(c, DistillationCallback) and c is not self]
         refuse(self, rivals, trainer, pl_module)
-        _put_before_finders(trainer, self)
-        with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
-            _AT_WORK.setdefault(pl_module, []).append(self)
-            self._open.callback(_forget, pl_module, self)
-            self._open.callback(self.teacher.release)
+        put_before_finders(trainer, self)
+        self._attached.open(trainer, pl_module)
+        self._attached.undo(self._drop)
+        with self._attached.closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+            self._attached.undo(self.teacher.release)
             self.teacher.place(
                 trainer.strategy.root_device, trainer.precision_plugin.convert_module, student=pl_module
             )
             self.teacher.check(ProductSpec.union(pair.teacher for pair in self.pairs))
-            _before_wrapping(pl_module, self._open, lambda: self._make_projectors(trainer, pl_module))
+            before_wrapping(pl_module, self._attached, lambda: self._make_projectors(trainer, pl_module))
 
     def _make_projectors(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self._closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
+        with self._attached.closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
             assert self.teacher.module is not None
-            pairs = [pair.resolve(pl_module, self.teacher.module) for pair in self.pairs]
-            ours, theirs = self._sizes(trainer, pl_module, pairs)
+            pairs = [pair.resolve(pl_module, self.teacher) for pair in self.pairs]
+            ours, theirs = measure(pairs, self.teacher, trainer, pl_module, example_batch=self.example_batch)
             bound = nn.ModuleList(
                 BoundPair(pair, ours.get(pair.name), theirs.get(pair.name)) for pair in pairs
             )
             for entry in bound:
                 assert isinstance(entry, BoundPair)
                 entry.bind(pl_module, self.teacher.module)
+            if self.balance is not None:
+                bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
                 Auxiliary.put(pl_module, self.name, bound)
-                self._open.callback(Auxiliary.remove, pl_module, self.name)
+                self._attached.undo(lambda: Auxiliary.remove(pl_module, self.name))
             self._bound = bound
             self._learned_with = weakref.ref(pl_module)
-            self._open.callback(self._keep_learned)
-
-    def _sizes(
-        self, trainer: Trainer, pl_module: LightningModule, pairs: Sequence[Pair]
-    ) -> tuple[dict[str, list[torch.Size]], dict[str, list[torch.Size]]]:
-        measured = [pair for pair in pairs if pair.needs_sizes]
-        if not measured:
-            return {}, {}
-        batch = first_batch(trainer) if self.example_batch is None else self.example_batch
-        named = ", ".join(repr(pair.name) for pair in measured)
-        try:
-            spec = ProductSpec.union(pair.student for pair in measured)
-            ours = rehearse(pl_module, batch, spec, trainer=trainer)
-            batch = trainer.strategy.batch_to_device(
-                trainer.precision_plugin.convert_input(batch), trainer.strategy.root_device
-            )
-            with trainer.precision_plugin.forward_context():
-                theirs = self.teacher.supply(batch, ProductSpec.union(pair.teacher for pair in measured))
-            return (
-                {pair.name: sizes(ours, pair.student) for pair in measured},
-                {pair.name: sizes(theirs, pair.teacher) for pair in measured},
-            )
-        except Exception as error:
-            raise MisconfigurationException(
-                f"the dry run that finds the sizes of the projectors of {named} failed: {error}. "
-                "Pass a module as the projector, or example_batch= if it is the batch that does not fit"
-            ) from error
+            self._attached.undo(self._keep_learned)
 
     # -- the fit --------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
-        with self._closing_on_error():
+        with self._attached.closing_on_error():
             enrol(pl_module, trainer.optimizers)
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
@@ -240,16 +244,17 @@ class DistillationCallback(Callback):
                 task_weight=self.task_weight,
                 every_n_steps=self.every_n_steps,
                 clock=lambda: (trainer.global_step, trainer.current_epoch),
+                balance=next((b for b in self._bound if isinstance(b, Balance)), None),
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
-            self._open.callback(share.close)
-            DistilledStep.join(pl_module, share, needs_every_gradient=_needs_every_gradient(trainer))
-            self._open.callback(DistilledStep.leave, pl_module, share)
+            self._attached.undo(share.close)
+            DistilledStep.join(pl_module, share, needs_every_gradient=needs_every_gradient(trainer))
+            self._attached.undo(lambda: DistilledStep.leave(pl_module, share))
             self._share = share
             if self.validate:
                 self._validation = Validation(share)
-                self._open.callback(self._validation.close)
+                self._attached.undo(self._validation.close)
         rank_zero_info(self._account())
 
     def _account(self) -> str:
@@ -335,28 +340,15 @@ class DistillationCallback(Callback):
         self._close()
 
     def _close(self) -> None:
-        """Undo everything, in reverse order. Closing twice is harmless."""
-        self._open.close()
+        self._attached.close()
+
+    def _drop(self) -> None:
         self._share = self._bound = self._validation = None
         self._settled = False
 
     def _keep_learned(self) -> None:
         if self._bound is not None and not self._settled:
             self._learned = weights(self._bound)
-
-    def _clear_away(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Undo what a fit has left that ended without telling its callbacks, or the model this is a copy of."""
-        self._close()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        earlier = callbacks[: callbacks.index(self)]
-        for other in list(_AT_WORK.get(pl_module, [])):
-            if other not in earlier:
-                other._close()
-        if not _AT_WORK.get(pl_module):
-            Auxiliary.discard(pl_module)
-
-    def _closing_on_error(self) -> _CloseOnError:
-        return _CloseOnError(self._close)
 
     # -- the callback's state -------------------------------------------------------------------
 
@@ -384,7 +376,7 @@ class DistillationCallback(Callback):
         self._keep_learned()
         return {
             **self.__dict__,
-            "_open": None,
+            "_attached": None,
             "_bound": None,
             "_share": None,
             "_validation": None,
@@ -392,7 +384,7 @@ class DistillationCallback(Callback):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _open=ExitStack(), _settled=False)
+        self.__dict__.update(state, _attached=Attachment(self), _settled=False)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -407,19 +399,9 @@ class DistillationCallback(Callback):
             )
 
 
-class _CloseOnError:
-    def __init__(self, close: Callable[[], None]) -> None:
-        self.close = close
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.close()
-
-
 def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"pairs must be a list of Pair objects, got {pairs!r}")
     pairs = list(pairs)
     if not pairs:
         raise ValueError("pairs is empty: there is nothing to distil")
@@ -431,56 +413,6 @@ def _checked_pairs(pairs: Sequence[Pair]) -> list[Pair]:
         if names.count(name) > 1 or name == "total":
             raise ValueError(f"two terms would be logged as {name!r}: give each Pair a name= of its own")
     return pairs
-
-
-_AT_WORK: weakref.WeakKeyDictionary[LightningModule, list[DistillationCallback]] = weakref.WeakKeyDictionary()
-"""Which callbacks have put something into which student."""
-
-
-def _forget(pl_module: LightningModule, callback: DistillationCallback) -> None:
-    _AT_WORK[pl_module].remove(callback)
-    if not _AT_WORK[pl_module]:
-        del _AT_WORK[pl_module]
-
-
-def _put_before_finders(trainer: Trainer, callback: DistillationCallback) -> None:
-    """Lightning runs its tuners first, inside their ``on_fit_start``: they would tune a training without a teacher."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    finders = [i for i, c in enumerate(callbacks) if isinstance(c, (BatchSizeFinder, LearningRateFinder))]
-    if finders and finders[0] < callbacks.index(callback):
-        rest = [c for c in callbacks if c is not callback]
-        rest.insert(finders[0], callback)
-        trainer.callbacks = rest  # type: ignore[attr-defined]
-
-
-def _needs_every_gradient(trainer: Trainer) -> bool:
-    """Whether a trainable parameter without a gradient stops the next step, as DDP does unless told otherwise."""
-    wrapped = trainer.strategy.model
-    return isinstance(wrapped, DistributedDataParallel) and not (
-        wrapped.find_unused_parameters or wrapped.static_graph
-    )
-
-
-def _before_wrapping(pl_module: LightningModule, undo: ExitStack, make: Callable[[], None]) -> None:
-    """Call `make` after the student's own configure_model: the last moment before the strategy wraps it."""
-    own = pl_module.__dict__.get("configure_model")
-    inner = pl_module.configure_model if is_overridden("configure_model", pl_module) else None
-
-    def restore() -> None:
-        if pl_module.__dict__.get("configure_model") is configure_model:
-            if own is None:
-                del pl_module.__dict__["configure_model"]
-            else:
-                pl_module.__dict__["configure_model"] = own
-
-    def configure_model() -> None:
-        restore()
-        if inner is not None:
-            inner()
-        make()
-
-    pl_module.__dict__["configure_model"] = configure_model
-    undo.callback(restore)
 
 
 def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:

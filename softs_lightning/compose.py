@@ -17,6 +17,8 @@ __all__ = ["WRITE_NOTHING", "compose", "wants_traceback"]
 
 Task = Callable[[Any], None]
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
 # A command that only looks writes no folder and no log.
 WRITE_NOTHING = (
     "hydra.run.dir=.",
@@ -30,15 +32,17 @@ def compose(arguments: list[str], task: Task) -> None:
     """Compose the config as `arguments` say and hand it to `task`; what goes wrong becomes a `Refusal`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    full = wants_traceback()
+    chosen, full = os.environ.get(FULL_ERROR), wants_traceback()
     _find_recipes(arguments)
     refusals: list[Refusal] = []
 
     def guarded(recipe: Any) -> None:
         # Hydra adds lines of its own to what a task raises, and ends a sweep at the first of them.
         try:
-            task(recipe)
+            with _full_error(chosen):  # the processes that a run starts see what the user set
+                task(recipe)
         except Refusal as refusal:
             refusals.append(refusal)
         except HydraException as error:
@@ -52,7 +56,7 @@ def compose(arguments: list[str], task: Task) -> None:
 
     try:
         _call_hydra(arguments, guarded)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if full:
             raise
         raise Refusal(_plainly(error, arguments)) from error
@@ -62,7 +66,7 @@ def compose(arguments: list[str], task: Task) -> None:
 
 def wants_traceback() -> bool:
     """Whether the user asked for Python's account of an error (Hydra's own switch)."""
-    return bool(os.environ.get("HYDRA_FULL_ERROR"))
+    return bool(os.environ.get(FULL_ERROR))
 
 
 def _is_for_the_user(error: Exception) -> bool:
@@ -82,7 +86,7 @@ def _is_for_the_user(error: Exception) -> bool:
 def _call_hydra(arguments: list[str], task: Task) -> None:
     import hydra
 
-    with _command_line(arguments), _environment(HYDRA_FULL_ERROR="1"):
+    with _command_line(arguments), _full_error("1"):
         hydra.main(version_base="1.3", config_path="pkg://softs_lightning.conf", config_name="distill")(
             task
         )()
@@ -99,18 +103,21 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    # With this set Hydra raises errors instead of printing them and leaving the process.
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _full_error(value: str | None) -> Iterator[None]:
+    """Set or unset the variable under which Hydra raises errors instead of printing them and leaving the process."""
+    before = os.environ.get(FULL_ERROR)
+    _set(value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(FULL_ERROR, None)
+    else:
+        os.environ[FULL_ERROR] = value
 
 
 def _find_recipes(arguments: list[str]) -> None:
@@ -144,7 +151,12 @@ def _plainly(error: Exception, arguments: list[str]) -> str:
         group := re.search(r"Could not override '?([^'\s]+)'?\.\s*No match in the defaults", text)
     ) is not None:
         return f"This recipe has no group {group[1]!r}. {_nearest_option(group[1], _options(arguments))}"
-    if "mismatched input" in text or "no viable alternative" in text or "token recognition" in text:
+    if (
+        "LexerNoViableAlt" in text
+        or "mismatched input" in text
+        or "no viable alternative" in text
+        or "token recognition" in text
+    ):
         return (
             f"{text.splitlines()[0]}\n"
             "Values with brackets, commas or signs are quoted twice: \"pairs.0.teacher='outputs[name]'\""

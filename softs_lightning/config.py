@@ -35,7 +35,17 @@ NAMED = ("losses",)
 """Nodes that a recipe may add, for its other nodes to refer to: ``loss: ${losses.scores}``."""
 
 PAIR_TARGET = "softs_lightning.Pair"
-PAIR_OPTIONS = ("teacher", "student", "loss", "weight", "projector", "name", "mask")
+PAIR_OPTIONS = (
+    "teacher",
+    "student",
+    "loss",
+    "weight",
+    "projector",
+    "name",
+    "mask",
+    "schedules",
+    "metrics",
+)
 """What a pair in a recipe may say."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -22,9 +23,66 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
+from softs_lightning.teacher import Teacher
 
-__all__ = ["first_batch", "rehearse", "sizes"]
+__all__ = ["first_batch", "measure", "rehearse", "sizes"]
+
+
+def measure(
+    pairs: Sequence[Pair],
+    teacher: Teacher,
+    trainer: Trainer,
+    pl_module: LightningModule,
+    *,
+    example_batch: Any = None,
+) -> tuple[dict[str, list[torch.Size]], dict[str, list[torch.Size]]]:
+    """The sizes of both sides' activations for the pairs whose projectors need them, by the pairs' names.
+
+    Args:
+        pairs: all of them; those that need no sizes are left out of the answer.
+        teacher: placed.
+        trainer: whose training data gives the first batch, and whose precision applies.
+        pl_module: the student.
+        example_batch: instead of the first batch.
+
+    Raises:
+        MisconfigurationException: when the dry run of either model fails.
+    """
+    measured = [pair for pair in pairs if pair.needs_sizes]
+    if not measured:
+        return {}, {}
+    batch = first_batch(trainer) if example_batch is None else example_batch
+    side, way_out = (
+        "student",
+        "Pass a module as the projector, or example_batch= if it is the batch that does not fit",
+    )
+    try:
+        ours = rehearse(
+            pl_module, batch, ProductSpec.union(pair.student for pair in measured), trainer=trainer
+        )
+        side, way_out = "teacher", "teacher_inputs= says what of a batch it is called with"
+        with trainer.precision_plugin.forward_context():
+            theirs = teacher.supply(
+                _prepared(batch, pl_module, trainer), ProductSpec.union(pair.teacher for pair in measured)
+            )
+        return (
+            {pair.name: sizes(ours, pair.student) for pair in measured},
+            {pair.name: sizes(theirs, pair.teacher) for pair in measured},
+        )
+    except Exception as error:
+        named = ", ".join(repr(pair.name) for pair in measured)
+        raise MisconfigurationException(
+            f"the dry run of the {side} that finds the sizes of the projectors of {named} failed: {error}. {way_out}"
+        ) from error
+
+
+def _prepared(batch: Any, pl_module: LightningModule, trainer: Trainer) -> Any:
+    """A batch as the training step gets it: converted, through the batch hooks, on the device."""
+    with isolate_rng(include_cuda=torch.cuda.is_available()):
+        batch = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+        return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
 
 
 def rehearse(
@@ -52,10 +110,8 @@ def rehearse(
         _silence(twin)
         forward: Any = nullcontext()
         if trainer is not None:
-            device = trainer.strategy.root_device
-            trainer.precision_plugin.convert_module(twin.to(device))  # in place
-            batch = student._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
-            batch = trainer.strategy.batch_to_device(batch, device)
+            trainer.precision_plugin.convert_module(twin.to(trainer.strategy.root_device))  # in place
+            batch = _prepared(batch, student, trainer)
             forward = trainer.precision_plugin.forward_context()
         with forward, ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
             try:

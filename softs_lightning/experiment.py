@@ -19,7 +19,7 @@ from torch import nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import Failure, Refusal, build
-from softs_lightning.explain import build_callbacks, examine, parameters
+from softs_lightning.explain import build_callbacks, examine, leave_untrained, parameters
 from softs_lightning.report import ALONE, DISTILLED, Result, Stop, draw_curves, read_curves, write_metrics
 from softs_lightning.teacher import Teacher
 
@@ -52,6 +52,7 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     seen = examine(recipe)
+    _rehearse(recipe)
     teacher = _teacher(recipe)
     seeds = tuple(recipe.seeds)
 
@@ -97,6 +98,20 @@ def _refuse_processes(recipe: DictConfig) -> None:
             "--multirun cannot be combined with a strategy that starts its processes by running the command "
             "again: each of them would run the whole sweep. Use trainer.strategy=ddp_spawn, or one command a run."
         )
+
+
+def _rehearse(recipe: DictConfig) -> None:
+    """One step of the whole fit, without a log: what fails at all fails now, not after the students alone."""
+    build(recipe.trainer, "trainer", logger=False)
+    callbacks = build_callbacks(recipe)
+    for callback in callbacks:
+        if isinstance(callback, DistillationCallback):
+            leave_untrained(callback)
+    # In this process only: a strategy's other processes would begin before the teacher is trained.
+    here = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    quick = {"fast_dev_run": 1, "logger": False, "enable_progress_bar": False}
+    trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, **quick, **here)
+    trainer.fit(build(recipe.student, "student"), datamodule=build(recipe.data, "data"))
 
 
 def _teacher(recipe: DictConfig) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,23 @@ from torch import Tensor, nn
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import Refusal, build
 from softs_lightning.dryrun import rehearse
+from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
 from softs_lightning.teacher import Cost
 from softs_lightning.trained import TrainedTeacher
 
-__all__ = ["Examination", "Plan", "Selected", "build_callbacks", "examine", "explain_recipe", "parameters"]
+__all__ = [
+    "Examination",
+    "Plan",
+    "Selected",
+    "build_callbacks",
+    "examine",
+    "explain_recipe",
+    "leave_untrained",
+    "parameters",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Plan:
     teacher: str
     teacher_parameters: int
     cost: Cost
+    ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
 
 
@@ -82,6 +93,12 @@ def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
     return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
 
 
+def leave_untrained(callback: DistillationCallback) -> None:
+    """Let a teacher that has yet to be trained take part with random weights."""
+    if isinstance(callback.teacher.source, TrainedTeacher):
+        callback.teacher.source = callback.teacher.source.untrained
+
+
 def _batch(recipe: DictConfig) -> Any:
     data: L.LightningDataModule = build(recipe.data, "data")
     data.prepare_data()
@@ -93,26 +110,22 @@ def _batch(recipe: DictConfig) -> Any:
 
 
 def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any) -> Plan:
-    teacher = callback.teacher
-    if isinstance(teacher.source, TrainedTeacher):
-        teacher.source = teacher.source.untrained
-    with _refusing(f"{callback.name}, teacher"):
-        teacher.place("cpu")
-        assert teacher.module is not None
-        wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
-        teacher.check(wanted)
-    with _refusing(f"{callback.name}, student"):
-        pairs = [pair.resolve(student, teacher.module) for pair in callback.pairs]
-    with _refusing(f"{callback.name}, teacher"):
-        supplied = teacher.supply(batch, wanted)
-        theirs = [_selected(pair.teacher, supplied.select(pair.teacher), teacher.module) for pair in pairs]
-        cost = teacher.cost(batch, wanted)
-        name, size = type(teacher.module).__name__, parameters(teacher.module)
+    leave_untrained(callback)
+    wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
+    with ExitStack() as stack:
+        with _refusing(f"{callback.name}, teacher"):
+            seen = stack.enter_context(outline(callback.teacher, batch, wanted))
+        with _refusing(f"{callback.name}, student"):
+            pairs = [pair.resolve(student, seen.module) for pair in callback.pairs]
+        with _refusing(f"{callback.name}, teacher"):
+            theirs = [
+                _selected(pair.teacher, seen.products.select(pair.teacher), seen.module) for pair in pairs
+            ]
+        name, size = type(seen.module).__name__, parameters(seen.module)
     captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
         ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
-    teacher.release()
-    return Plan(callback.name, name, size, cost, tuple(zip(pairs, theirs, ours, strict=True)))
+    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
 
 
 @contextmanager
@@ -146,7 +159,7 @@ def explain_recipe(recipe: DictConfig) -> str:
         lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", ""]
         for pair, theirs, ours in plan.pairs:
             lines += [_headline(pair), *_columns(theirs, ours), ""]
-        lines += [_stop(plan.cost)]
+        lines += [_stop(plan.cost), _how(plan.ran)]
     return "\n".join(lines)
 
 
@@ -162,8 +175,9 @@ def _headline(pair: Pair) -> str:
         case str(kind):
             projector = f"projector {kind}"
         case module:
-            projector = f"projector {type(module).__name__}"
-    return f"pair {pair.name}: {loss}, weight {pair.weight:g}, {projector}"
+            projector = f"projector {getattr(module, '__name__', type(module).__name__)}"
+    weight = f"{pair.weight:g}" if isinstance(pair.weight, (int, float)) else repr(pair.weight)
+    return f"pair {pair.name}: {loss}, weight {weight}, {projector}"
 
 
 def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
@@ -174,6 +188,12 @@ def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [f"  {a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d}" for a, b, c, d in rows]
+
+
+def _how(ran: str | None) -> str:
+    if ran is None:
+        return "Found by a scan of the teacher: nothing was computed, and no weights were made."
+    return f"The teacher had to run for real, a scan of it failed: {ran}"
 
 
 def _stop(cost: Cost) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ METRICS = ("agreement", "kl", "cosine", "cka")
 
 Loss = Callable[..., Tensor]
 Mask = bool | str | Callable[[Any], Tensor | None]
+
+
+class Resolves(Protocol):
+    """Says what a product_id means in a model that may not be there."""
+
+    def resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` without selectors."""
 
 
 class Pair:
@@ -55,6 +63,9 @@ class Pair:
         metrics: what a callback with ``validate=True`` reports beside the term: any of
             ``"agreement"``, ``"kl"`` (for logits), ``"cosine"``, ``"cka"``. By default cosine and CKA
             where the shapes allow them, and for a loss with a temperature all four.
+        over_ranks: for losses that average over the tokens of their mask: average over those of all
+            ranks of this batch, so that ranks with fewer tokens do not count more. By default each
+            rank's average counts alike, as it does for the user's own loss.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast.
@@ -73,13 +84,14 @@ class Pair:
         self,
         teacher: str | ProductSpec,
         student: str | ProductSpec,
-        loss: Loss,
+        loss: nn.Module | Loss,
         weight: float | Schedule = 1.0,
         projector: str | nn.Module | ProjectorFactory | None = None,
         name: str | None = None,
         mask: Mask = True,
         schedules: Mapping[str, float | Schedule] | None = None,
         metrics: Sequence[str] | None = None,
+        over_ranks: bool = False,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
@@ -88,6 +100,7 @@ class Pair:
         self.projector = projector
         self.mask = mask
         self.schedules = dict(schedules or {})
+        self.over_ranks = over_ranks
         self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
@@ -141,8 +154,12 @@ class Pair:
                 f"the student's {str(self.student)!r} {len(self.student)}: they meet one to one, in order"
             )
 
-    def resolve(self, student: nn.Module, teacher: nn.Module) -> Pair:
+    def resolve(self, student: nn.Module, teacher: nn.Module | Resolves) -> Pair:
         """This pair with what its selectors mean in two models; its name stays.
+
+        Args:
+            student: the student's module.
+            teacher: the teacher's, or a :class:`softs_lightning.Teacher`.
 
         Raises:
             KeyError: for what selects nothing.
@@ -153,7 +170,8 @@ class Pair:
         'outputs[0|1]'
         """
         resolved = copy.copy(self)
-        resolved.teacher = resolve_spec(teacher, self.teacher)
+        asked = partial(resolve_spec, teacher) if isinstance(teacher, nn.Module) else teacher.resolve
+        resolved.teacher = asked(self.teacher)
         resolved.student = resolve_spec(student, self.student)
         resolved._validate_count()
         resolved._validate_metrics()
@@ -270,7 +288,10 @@ class BoundPair(nn.Module):
             with torch.autocast(mine.device.type, enabled=False):
                 dtype = torch.promote_types(torch.promote_types(mine.dtype, its.dtype), torch.float32)
                 raised = mine.to(dtype), its.to(mine.device, dtype)
-                term = self.loss(*raised, **self._extras(mine, batch))
+                extras = self._extras(mine, batch)
+                term = self.loss(*raised, **extras)
+                if self.pair.over_ranks:
+                    term = term * _share_of_ranks(extras.get("mask"), mine)
             total = term if total is None else total + term
         assert total is not None
         if not isinstance(total, Tensor) or total.numel() != 1:
@@ -327,6 +348,20 @@ class BoundPair(nn.Module):
         if mask is not None and not isinstance(mask, Tensor):
             raise TypeError(f"pair {self.pair.name!r}: the mask is {describe(mask)}, not a tensor")
         return mask
+
+
+def _share_of_ranks(mask: Tensor | None, value: Tensor) -> Tensor | float:
+    """This rank's tokens over the average of all ranks: what turns a mean of means into a mean over all."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1.0
+    count = (
+        value.new_tensor(value[..., 0].numel(), dtype=torch.float64) if mask is None else mask.sum().double()
+    )
+    everyone = count.clone()
+    torch.distributed.all_reduce(everyone)
+    return (count * torch.distributed.get_world_size() / everyone.clamp_min(1)).to(
+        torch.promote_types(value.dtype, torch.float32)
+    )
 
 
 def _made(pair: Pair, make: ProjectorFactory, student: torch.Size, teacher: torch.Size) -> nn.Module:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.balancing import Balance
 from softs_lightning.capture import Capture
 from softs_lightning.catcher import ModelIOCatcher
 from softs_lightning.pairing import BoundPair
@@ -58,6 +59,7 @@ class Distillation:
         task_weight: multiplies the student's own loss.
         every_n_steps: distil in each n-th optimizer step only.
         clock: gives the optimizer steps and the epochs done.
+        balance: factors for the terms, made for these pairs.
         copy: capture copies of the student's activations.
         prog_bar: show the total in the progress bar.
     """
@@ -72,6 +74,7 @@ class Distillation:
         task_weight: float = 1.0,
         every_n_steps: int = 1,
         clock: Clock = lambda: (0, 0),
+        balance: Balance | None = None,
         copy: bool = False,
         prog_bar: bool = False,
     ) -> None:
@@ -83,6 +86,7 @@ class Distillation:
         self.task_weight = task_weight
         self.every_n_steps = every_n_steps
         self.clock = clock
+        self.balance = balance
         self.catcher = ModelIOCatcher(student, copy=copy)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
@@ -117,22 +121,33 @@ class Distillation:
         with self.catcher.for_product(watched, early_exit=False) as ours:
             yield Products(active, theirs, ours)
 
-    def loss(self, products: Products | None, batch: Any) -> Tensor | None:
+    def loss(self, products: Products | None, batch: Any, task: Tensor | None = None) -> Tensor | None:
         """The weighted sum of the terms that are on, each of which is logged; ``None`` for none.
 
         The first time a term is on, it is proven that it can train the student.
+
+        Args:
+            products: of one forward; ``None`` where no term is on.
+            batch: for masks and losses that want it.
+            task: the student's own loss, for balancing.
         """
-        terms = {} if products is None else self._terms(products, batch)
+        terms: dict[str, Tensor] = {}
         total: Tensor | None = None
-        for name, weight in [] if products is None else [(b.pair.name, w) for b, w in products.active]:
-            weighted = weight * terms[name]
-            total = weighted if total is None else total + weighted
-        if total is not None:
+        if products is not None:
+            terms, activations = self._terms(products, batch)
+            balanced = terms
+            if self.balance is not None:
+                balanced = self.balance(terms, activations, task, self.clock()[0])
+            for bound, weight in products.active:
+                weighted = weight * balanced[bound.pair.name]
+                total = weighted if total is None else total + weighted
+            assert total is not None
             self._log({**terms, "total": total})
         return self._with_idle_parameters(total, terms)
 
-    def _terms(self, products: Products, batch: Any) -> dict[str, Tensor]:
+    def _terms(self, products: Products, batch: Any) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         terms: dict[str, Tensor] = {}
+        activations: dict[str, list[Tensor]] = {}
         for bound, _ in products.active:
             name = bound.pair.name
             theirs = selected(
@@ -145,16 +160,17 @@ class Distillation:
             if name not in self._proven:
                 prove_loss(bound, terms[name])
                 self._proven.add(name)
-        return terms
+            activations[name] = ours
+        return terms, activations
 
     def _with_idle_parameters(self, total: Tensor | None, terms: Mapping[str, Tensor]) -> Tensor | None:
         """DDP waits for the gradient of every parameter, also of a projector whose term is off: it gets zeros."""
-        for bound in self.pairs:
-            if bound.pair.name not in terms:
-                for parameter in bound.parameters():
-                    if parameter.requires_grad:
-                        nothing = (parameter * 0).sum()
-                        total = nothing if total is None else total + nothing
+        idle: list[nn.Module] = [bound for bound in self.pairs if bound.pair.name not in terms]
+        if idle and not terms and self.balance is not None:
+            idle.append(self.balance)
+        for parameter in (p for module in idle for p in module.parameters() if p.requires_grad):
+            nothing = (parameter * 0).sum()
+            total = nothing if total is None else total + nothing
         return total
 
     def _log(self, values: Mapping[str, Tensor]) -> None:
@@ -266,7 +282,7 @@ class DistilledStep:
             if share.task_weight != 1.0:
                 total = total * share.task_weight
         for share, caught in zip(self.shares, products, strict=True):
-            added = share.loss(caught, batch)
+            added = share.loss(caught, batch, loss)
             if added is not None:
                 total = total + added.to(loss.device)
         if self.needs_every_gradient:

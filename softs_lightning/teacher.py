@@ -12,19 +12,23 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
 from softs_lightning.product import ProductSpec
+from softs_lightning.selectors import has_selector, resolve_spec
 from softs_lightning.transfer import map_tensors, transfer_to_device
 
-__all__ = ["Cost", "Teacher"]
+if TYPE_CHECKING:
+    from softs_lightning.compiled import CompiledPrefix
+
+__all__ = ["Cost", "Teacher", "add_saved", "arguments", "flop_counter"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,18 @@ class Cost:
         return 1 - self.used / self.full if self.full else 0.0
 
 
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter, with the attention kernel of the CPU that it leaves out."""
+
+    count: Callable[..., int] = sdpa_flop_count
+
+    def attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+        return count(q, k, v)
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={kernel: attention})
+
+
 class Teacher:
     """A frozen model that supplies products.
 
@@ -65,6 +81,8 @@ class Teacher:
         method: the method that the program's trace calls in place of the forward, such as ``"generate"``.
         dtype: run in this floating point type (``torch.bfloat16`` or ``"bfloat16"``), inputs included
             and outside autocast, whatever the precision of the training is.
+        compile: compile the part before the exit as one graph (:mod:`softs_lightning.compiled`), by
+            ``torch.compile``'s default backend or the one named.
 
     Raises:
         TypeError: when `source` is neither a module nor a function, or returns no module.
@@ -88,7 +106,14 @@ class Teacher:
         program: Callable[..., Any] | None = None,
         method: str | None = None,
         dtype: torch.dtype | str | None = None,
+        compile: bool | str = False,
     ) -> None:
+        if compile and copy:
+            raise ValueError("a compiled teacher keeps no copies: leave copy out, or compile")
+        if compile and program is not None:
+            raise ValueError(
+                "a program runs beside the forward, which is not compiled then: leave compile out"
+            )
         if not isinstance(source, nn.Module) and not callable(source):
             raise TypeError(f"a teacher is a torch.nn.Module or a function that returns one, got {source!r}")
         if not isinstance(source, nn.Module):
@@ -106,10 +131,12 @@ class Teacher:
         self.program = program
         self.method = method
         self.dtype = _floating(dtype)
+        self.compile = compile
         self.module: nn.Module | None = None
         self._catcher: ModelIOCatcher | None = None
         self._modules: list[nn.Module] = []
         self._takes: Takes | None = None
+        self._prefixes: dict[ProductSpec, CompiledPrefix] = {}
         self._give_back: Callable[[], None] | None = None
 
     def build(self) -> nn.Module:
@@ -171,6 +198,9 @@ class Teacher:
         """Remove the hooks and give the user's module back as it was. Calling it again changes nothing."""
         if self._catcher is not None:
             self._catcher.detach_hooks()
+        for prefix in self._prefixes.values():
+            prefix.close()
+        self._prefixes = {}
         if self._give_back is not None:
             self._give_back()
         self.module = self._catcher = self._give_back = self._takes = None
@@ -180,6 +210,23 @@ class Teacher:
     def device(self) -> torch.device | None:
         """Where its products end up; ``None`` for where it happens to run."""
         return self._require()[1].device
+
+    def resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` with what its selectors mean in this model.
+
+        Names without selectors stay as they are where :meth:`check` accepts what the module does not
+        have: a teacher's products need not come from a live model.
+
+        Raises:
+            KeyError: for a selector that selects nothing.
+        """
+        try:
+            return resolve_spec(self._require()[0], spec)
+        except KeyError:
+            if has_selector(spec):
+                raise
+            self.check(spec)
+            return spec
 
     def check(self, spec: ProductSpec) -> None:
         """Raise ``KeyError`` for a name that is not in the teacher, ``ValueError`` for what only a program saves.
@@ -208,9 +255,26 @@ class Teacher:
         if self.program is not None:
             return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
-        with torch.no_grad(), catcher.for_product(spec, early_exit=self.early_exit) as buffer:
-            self._in_own_dtype(catcher.run, args, kwargs)
+        with torch.no_grad():
+            if self.compile:
+                found: Capture = self._in_own_dtype(self._prefix(module, spec), args, kwargs)
+                return found
+            with catcher.for_product(spec, early_exit=self.early_exit) as buffer:
+                self._in_own_dtype(catcher.run, args, kwargs)
         return buffer
+
+    def _prefix(self, module: nn.Module, spec: ProductSpec) -> CompiledPrefix:
+        if spec not in self._prefixes:
+            from softs_lightning.compiled import CompiledPrefix  # its compiler takes seconds to import
+
+            backend = self.compile if isinstance(self.compile, str) else "inductor"
+            self._prefixes[spec] = CompiledPrefix(module, spec, backend=backend, early_exit=self.early_exit)
+        return self._prefixes[spec]
+
+    @property
+    def compilations(self) -> int:
+        """How many graphs were compiled for this teacher since it was placed."""
+        return sum(prefix.compilations for prefix in self._prefixes.values())
 
     def _supply_by_program(
         self, program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec
@@ -226,15 +290,7 @@ class Teacher:
             if hooked:
                 buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
             saved = self._in_own_dtype(run, args, kwargs)
-        buffer.spec = spec
-        for item in spec.saved:
-            if item.name not in saved:
-                raise LookupError(
-                    f"saved[{item}]: the program {getattr(program, '__name__', program)!r} saved nothing under "
-                    f"{item.name!r}, only {', '.join(map(repr, saved)) or 'nothing at all'}"
-                )
-            kept = transfer_to_device(saved[item.name], catcher.device)
-            buffer.setdefault(item.name, {})["saved"] = [kept]
+        add_saved(buffer, spec, transfer_to_device(saved, catcher.device))
         return buffer
 
     def _in_own_dtype(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,20 +314,15 @@ class Teacher:
             if self._takes is None and not isinstance(batch, torch.Tensor):
                 self._takes = Takes.of(module)
             return feed(module, batch, self._takes)
-        given = self.inputs(batch)
-        if isinstance(given, Mapping):
-            return (), dict(given)
-        if isinstance(given, tuple):
-            return given, {}
-        return (given,), {}
+        return arguments(module, batch, self.inputs)
 
     def cost(self, batch: Any, spec: ProductSpec) -> Cost:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
         module, _ = self._require()
         args, kwargs = self.arguments(batch)
-        with torch.no_grad(), FlopCounterMode(display=False) as whole:
+        with torch.no_grad(), flop_counter() as whole:
             module(*args, **kwargs)
-        with FlopCounterMode(display=False) as part:
+        with flop_counter() as part:
             buffer = self.supply(batch, spec)
         return Cost(whole.get_total_flops(), part.get_total_flops(), buffer.stopped_at)
 
@@ -292,6 +343,34 @@ def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
+
+
+def add_saved(buffer: Capture, spec: ProductSpec, saved: Mapping[str, Any]) -> None:
+    """Put what a program saved into a buffer, under the names that `spec` asks for.
+
+    Raises:
+        LookupError: for a name that was not saved.
+    """
+    buffer.spec = spec
+    for item in spec.saved:
+        if item.name not in saved:
+            there = ", ".join(map(repr, saved)) or "nothing at all"
+            raise LookupError(f"saved[{item}]: the program saved nothing under {item.name!r}, only {there}")
+        buffer.setdefault(item.name, {})["saved"] = [saved[item.name]]
+
+
+def arguments(
+    module: nn.Module, batch: Any, inputs: Callable[[Any], Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a teacher is called with for a batch, as (args, kwargs): what `inputs` says, or its own signature."""
+    if inputs is None:
+        return feed(module, batch)
+    given = inputs(batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, tuple):
+        return given, {}
+    return (given,), {}
 
 
 def _refuse_required_arguments(factory: Callable[..., Any]) -> None:

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import lightning as L
 import torch
 from hydra.utils import get_class
 
-from softs_lightning.config import build
+from softs_lightning.config import Refusal, build
 
 __all__ = ["TrainedTeacher", "cache_folder"]
 
@@ -75,10 +76,16 @@ class TrainedTeacher:
         with torch.random.fork_rng(devices=()):
             data = build(self.data, "teacher.data")
             file = self.folder / f"{self._key(data)}.pt"
-            if not file.exists():
-                self._train(data, file)
+            with _first_process_first():
+                if not file.exists():
+                    self._train(data, file)
             teacher = self.untrained()
-        teacher.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        try:
+            teacher.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:
+            raise Refusal(
+                f"The teacher kept in {file} cannot be read ({error}). Delete it to train anew."
+            ) from error
         return teacher.eval()
 
     def _key(self, data: Any) -> str:
@@ -102,6 +109,13 @@ class TrainedTeacher:
         return f"{target.__name__}-{digest[:16]}"
 
     def _train(self, data: L.LightningDataModule, file: Path) -> None:
+        try:  # before the work, not after it
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal(
+                f"The teacher cannot be kept in {file.parent} ({error}). Set teacher.cache_dir or "
+                "SOFTS_LIGHTNING_CACHE to a folder that can be written."
+            ) from error
         log.info("Training the teacher, once: it will be kept in %s", file)
         torch.manual_seed(self.seed)
         teacher = self.untrained()
@@ -115,7 +129,6 @@ class TrainedTeacher:
         trainer.fit(teacher, data)
         if not trainer.state.finished:
             raise RuntimeError("the teacher's training was stopped, so it was not kept")
-        file.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its place and then renamed: nobody ever reads half a teacher.
         handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")
         try:
@@ -125,6 +138,18 @@ class TrainedTeacher:
         except BaseException:
             Path(beside).unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def _first_process_first() -> Iterator[None]:
+    """Of several processes, the first goes through alone; the others follow and find what it made."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    first = not several or torch.distributed.get_rank() == 0
+    if not first:
+        torch.distributed.barrier()
+    yield
+    if several and first:
+        torch.distributed.barrier()
 
 
 def _plain(node: Node) -> dict[str, Any]:

@@ -568,7 +568,7 @@ def test_a_teacher_object_is_used_as_it_is() -> None:
     teacher = Teacher(make_teacher(), early_exit=False)
     callback = DistillationCallback(teacher, [logits()])
     assert callback.teacher is teacher
-    with pytest.raises(ValueError, match="to the Teacher that you pass"):
+    with pytest.raises(ValueError, match="goes to the Teacher that you pass"):
         DistillationCallback(teacher, [logits()], early_exit=False)
 
 
@@ -577,6 +577,10 @@ def test_pairs_of_one_name_are_refused() -> None:
         DistillationCallback(make_teacher(), [logits(), logits()])
     with pytest.raises(ValueError, match="pairs is empty"):
         DistillationCallback(make_teacher(), [])
+    with pytest.raises(TypeError, match="pairs must be a list of Pair objects, got Pair"):
+        DistillationCallback(make_teacher(), logits())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="validate must be True or False, got 'yes'"):
+        DistillationCallback(make_teacher(), [logits()], validate="yes")  # type: ignore[arg-type]
 
 
 def test_a_loss_with_bind_is_shown_both_models() -> None:

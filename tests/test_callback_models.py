@@ -281,3 +281,30 @@ def test_compiled_models_that_ran_before_the_fit_are_refused() -> None:
         RuntimeError, match="compiled code does not see hooks that are added after its first call"
     ):
         trained(same, run_teacher)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_teacher_compiled_up_to_its_exit_trains_the_student_alike(precision: Any) -> None:
+    torch._dynamo.reset()
+    found = []
+    for compile_teacher in ("aot_eager", False):
+        student = make_student()
+        callback = DistillationCallback(make_teacher(), pairs(), compile_teacher=compile_teacher)
+        compilations: list[int] = []
+
+        class Count(L.Callback):
+            def on_train_end(
+                self, *_: Any, seen: list[int] = compilations, of: Any = callback.teacher
+            ) -> None:
+                seen.append(of.compilations)
+
+        trainer(callback, Count(), precision=precision).fit(student, loader())
+        assert compilations == [1 if compile_teacher else 0]
+        found.append([p.detach().clone() for p in student.parameters()])
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_compiled_teachers_keep_no_copies() -> None:
+    with pytest.raises(ValueError, match="a compiled teacher keeps no copies"):
+        DistillationCallback(make_teacher(), pairs(), compile_teacher=True, copy=True)

@@ -207,3 +207,37 @@ def test_a_teacher_no_better_than_the_student_fails_loudly(capfd: pytest.Capture
     assert "softs-distill: The teacher is no better than the student alone" in err
     assert "Gain" not in out
     assert list(Path().glob("outputs/digits/*/report.md")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["pairs.0.teacher='outputs[trunk]'"],
+            "has shape [250, 10], the teacher's outputs[trunk] [250, 48, 4, 4]",
+        ),
+        (["trainer.precision=half"], "trainer (lightning.Trainer): ValueError: Precision 'half' is invalid"),
+        (["trainer.devices=0"], "trainer (lightning.Trainer): MisconfigurationException"),
+        (["teacher.cache_dir=folder/file"], "The teacher cannot be kept in folder/file"),
+    ],
+)
+def test_what_cannot_work_is_found_before_any_training(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    Path("folder/file").touch()
+    assert main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("softs-distill: ")
+    assert message in err
+    assert out == ""
+    assert not Path("cache").exists()
+
+
+def test_a_recipe_that_is_no_yaml_is_refused_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine/recipe").mkdir(parents=True)
+    Path("mine/recipe/own.yaml").write_text("# @package _global_\nseeds: [1\n")
+    assert main(["--config-dir", "mine", "recipe=own"]) == 2
+    err = capsys.readouterr().err
+    assert "own.yaml" in err
+    assert "line 2" in err

@@ -149,6 +149,17 @@ def test_an_example_batch_is_used_instead_of_the_loader() -> None:
     assert callback.state_dict()["projectors"]["0.projectors.0.weight"].shape == (9, 6)
 
 
+def test_a_batch_that_only_the_student_understands_needs_teacher_inputs() -> None:
+    class Boxed(Student):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0][0], batch_idx)
+
+    data: Any = DataLoader(torch.ones(8, 4), batch_size=4, collate_fn=lambda rows: ((torch.stack(rows),), 0))  # type: ignore[arg-type]
+    with pytest.raises(Exception, match=r"dry run of the teacher .* teacher_inputs= says what of a batch"):
+        fit(Boxed(), make(), data)
+    fit(Boxed(), make(teacher_inputs=lambda batch: batch[0][0]), data)
+
+
 def test_a_failing_dry_run_says_what_to_do() -> None:
     class Broken(Student):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

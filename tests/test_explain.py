@@ -76,6 +76,19 @@ def test_the_text_holds_all_of_it() -> None:
     assert text.splitlines()[-1].endswith(f"{saved:.1f} % saved.")
 
 
+def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
+    text = explain_recipe(
+        composed(
+            "pairs.0.weight={_target_: softs_lightning.schedules.Until, value: 1, stop: 9}",
+            "pairs.0.teacher='outputs[head.*]'",
+            "pairs.0.student='outputs[network.{0..4}]'",
+        )
+    )
+    assert "weight Until(stop=9, value=1" in text
+    assert "teacher  outputs[head.3]" in text
+    assert "student  outputs[network.4]" in text
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

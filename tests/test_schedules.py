@@ -7,7 +7,9 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from softs_lightning.schedules import Between, Constant, Cosine, Linear, Piecewise, Until, WarmUp, as_schedule
 
@@ -54,6 +56,31 @@ def test_schedules_can_be_pickled() -> None:
 def test_schedules_from_yaml() -> None:
     config = {"_target_": "softs_lightning.schedules.Cosine", "start": 1, "end": 0, "over": 10, "by": "epoch"}
     assert instantiate(config) == Cosine(1, 0, 10, by="epoch")
+
+
+def test_a_whole_callback_from_yaml() -> None:
+    config = OmegaConf.create(
+        """
+        _target_: softs_lightning.DistillationCallback
+        teacher: {_target_: torch.nn.Linear, _partial_: true, in_features: 2, out_features: 3}
+        every_n_steps: 2
+        balance: {_target_: softs_lightning.balancing.GradientBalance, momentum: 0.5}
+        pairs:
+          - _target_: softs_lightning.Pair
+            teacher: outputs[.]
+            student: outputs[net]
+            loss: {_target_: torch.nn.SmoothL1Loss, beta: 4}
+            weight: {_target_: softs_lightning.schedules.WarmUp, value: 1, over: 10}
+            schedules:
+              beta: {_target_: softs_lightning.schedules.Linear, start: 4, end: 1, over: 10}
+        """
+    )
+    callback = instantiate(config, _convert_="all")
+    (pair,) = callback.pairs
+    assert pair.weight == WarmUp(1, 10)
+    assert pair.schedules == {"beta": Linear(4, 1, over=10)}
+    assert callback.balance.momentum == 0.5
+    assert not isinstance(callback.teacher.source, torch.nn.Module)
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,16 @@ def test_a_dynamically_quantised_teacher() -> None:
     teacher.place("cpu")
     x = torch.randn(2, 3)
     assert torch.equal(teacher.supply(x, ProductSpec.parse("outputs[2]")).select()[0], quantised(x))
+
+
+def test_cost_counts_attention() -> None:
+    """Two matrix products for each head, sample and layer, by hand; the CPU's fused kernel included."""
+    teacher = Teacher(bert())
+    teacher.place()
+    batch = {"input_ids": torch.ones(2, 6, dtype=torch.long), "attention_mask": torch.ones(2, 6)}
+    cost = teacher.cost(batch, ProductSpec.parse("outputs[encoder.layer.0]"))
+    tokens, width, inner = 2 * 6, 16, 32
+    linear = 2 * tokens * (4 * width * width + 2 * width * inner)
+    attention = 2 * 2 * tokens * 6 * width
+    assert cost.used == linear + attention
+    assert cost.full == 4 * (linear + attention) + 2 * 2 * width * width  # and the pooler

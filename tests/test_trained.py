@@ -178,3 +178,18 @@ def test_the_cache_can_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SOFTS_LIGHTNING_CACHE", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine"
     assert TrainedTeacher({}, {}, {}).folder == tmp_path / "mine"
+
+
+def test_a_damaged_file_is_not_taken_for_a_teacher(tmp_path: Path) -> None:
+    teacher(tmp_path)()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(Refusal, match=r"cannot be read .*Delete it to train anew"):
+        teacher(tmp_path)()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refusal, match=r"cannot be kept in .*Set teacher\.cache_dir"):
+        teacher(tmp_path / "file" / "inside")()
+    assert Net.fits == 0

@@ -15,11 +15,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from softs_lightning import DistillationCallback, Pair
+from softs_lightning.balancing import GradientBalance, UncertaintyBalance
 from softs_lightning.schedules import Between
 
 
@@ -109,7 +110,28 @@ def make_teacher() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
+def masked(student: Tensor, teacher: Tensor, *, mask: Tensor) -> Tensor:
+    """The mean over the rows that count; none may count on a rank."""
+    return ((student - teacher).square().mean(-1) * mask).sum() / mask.sum().clamp_min(1)
+
+
+def some_rows(batch: Any) -> Tensor:
+    """Unlike numbers of rows on the ranks."""
+    return (batch[0][:, 0] > 0.2).double()
+
+
 def pairs(scenario: str) -> list[Pair]:
+    if scenario == "tokens":
+        return [
+            Pair(
+                "outputs[2]",
+                "outputs[net.2]",
+                masked,
+                mask=some_rows,
+                over_ranks=True,
+                projector=nn.Linear(3, 3),
+            )
+        ]
     window: Any = Between(2, 5) if scenario == "scheduled" else 0.5
     hidden = Pair(
         "outputs[1]", "outputs[net.1]", nn.MSELoss(), weight=window, projector="linear", name="hidden"
@@ -145,7 +167,11 @@ def train(
     if scenario == "static":
         strategy = DDPStrategy(static_graph=True) if devices * nodes > 1 else "auto"
     callback = DistillationCallback(
-        make_teacher(), pairs(scenario), manual=scenario == "manual", validate=scenario == "plain"
+        make_teacher(),
+        pairs(scenario),
+        manual=scenario == "manual",
+        validate=scenario == "plain",
+        balance={"balanced": GradientBalance(momentum=0.5), "uncertain": UncertaintyBalance()}.get(scenario),
     )
     checkpoint = L.pytorch.callbacks.ModelCheckpoint(out / scenario, filename="{epoch}", save_top_k=-1)
     torch.manual_seed(

@@ -165,6 +165,29 @@ def test_two_processes_write_one_run_and_speak_once(cache: Path, tmp_path: Path)
     assert round(100 * accuracy_score(label, guess), 1) == scores((folder / "report.md").read_text())[0][1]
 
 
+@pytest.mark.ddp
+def test_two_processes_refuse_with_one_message(cache: Path, tmp_path: Path) -> None:
+    done = softs_distill(
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "trainer.enable_progress_bar=false",
+        "+teacher.trainer.enable_progress_bar=false",
+        "teacher.data.labels=10",
+        "teacher.data.passes=1",
+        "teacher.data.batch_size=1000",
+        "data.labels=null",
+        "data.passes=10",
+        "seeds=[0]",
+        folder=tmp_path,
+        cache=tmp_path / "cache",
+        timeout=200,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("The teacher is no better than the student alone") == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("Training the teacher, once") == 1
+
+
 def test_the_parts_of_the_data_are_disjoint_and_complete() -> None:
     data = Digits(labels=50, seed=3)
     rows = [
