@@ -7,6 +7,7 @@ will be read later, so that the first epoch sees the same numbers as all others.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -140,6 +141,18 @@ class StoredTeacher(Teacher):
         self._kept: Tensor | None = None
         self._proven: set[str] = set()
         self._resolved: dict[ProductSpec, ProductSpec] = {}
+
+    @classmethod
+    def around(cls, teacher: Teacher, path: str | os.PathLike[str], **options: Any) -> StoredTeacher:
+        """A stored teacher in place of a live one, with its options (`inputs`, `early_exit`, `dtype` and so on).
+
+        >>> live = Teacher(nn.Linear(2, 2), inputs=lambda batch: batch["x"], early_exit=False)
+        >>> stored = StoredTeacher.around(live, "products", encoding="fp16")
+        >>> stored.source is live.source, stored.inputs is live.inputs, stored.early_exit
+        (True, True, False)
+        """
+        names = list(inspect.signature(Teacher.__init__).parameters)[2:]  # behind self and source
+        return cls(teacher.source, path, **{name: getattr(teacher, name) for name in names}, **options)
 
     # -- the life of a teacher -------------------------------------------------------------------
 
