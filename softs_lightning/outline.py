@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import UnknownModuleError, resolve_module, resolve_spec
-from softs_lightning.teacher import Cost, Teacher, arguments, flop_counter
+from softs_lightning.teacher import Cost, Teacher, add_saved, arguments, flop_counter
 from softs_lightning.tracing import Envoy
 
 __all__ = ["Outline", "outline"]
@@ -96,8 +96,6 @@ class _UnfitError(Exception):
 def _scan(teacher: Teacher, batch: Any, spec: ProductSpec) -> Outline:
     if type(teacher) is not Teacher:
         raise _CannotScanError(f"a {type(teacher).__name__} supplies its products in its own way")
-    if teacher.program is not None:
-        raise _CannotScanError("a program decides for itself what it reads")
     if isinstance(teacher.source, nn.Module):
         module = teacher.source
     else:
@@ -111,32 +109,45 @@ def _scan(teacher: Teacher, batch: Any, spec: ProductSpec) -> Outline:
             args, kwargs = arguments(module, batch, teacher.inputs)
         except TypeError as error:
             raise _UnfitError(error) from error
-        return _forward(module, args, kwargs, resolved, teacher.early_exit)
+        return _forward(teacher, module, args, kwargs, resolved)
     finally:
         for m, training in modes:
             m.training = training
 
 
 def _forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec, early_exit: bool
+    teacher: Teacher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: ProductSpec
 ) -> Outline:
+    def scan(program: Callable[..., Any]) -> dict[str, Any]:
+        return Envoy(module).run(program, *args, method=teacher.method, scan=True, **kwargs)
+
+    hooked = replace(spec, saved=())
     catcher = ModelIOCatcher(module)
     with ExitStack() as stack:
         stack.callback(catcher.detach_hooks)
         stack.enter_context(torch.no_grad())
+        products = Capture(spec, {})
+        if hooked:
+            products = stack.enter_context(catcher.for_product(hooked, early_exit=False))
         counter = stack.enter_context(flop_counter())
-        meter = _Meter(module, spec, counter.get_total_flops)
+        meter = _Meter(module, hooked, counter.get_total_flops)
         stack.callback(meter.remove)
-        with catcher.for_product(spec, early_exit=False) as products:
+        saved = scan(teacher.program or _nothing)
+        used = counter.get_total_flops()
+    if teacher.program is not None:
+        with torch.no_grad(), flop_counter() as counter:
+            scan(_nothing)
+        cost = Cost(counter.get_total_flops(), used, None)
+    elif teacher.early_exit and meter.stop is not None:
+        cost = Cost(used, meter.used, meter.stop)
+    else:
+        cost = Cost(used, used, None)
+    add_saved(products, spec, saved)
+    return Outline(module, products, cost, None)
 
-            @Envoy(module).scan(*args, **kwargs)
-            def whole(tracer: Any) -> None:
-                """Nothing is read: the forward runs to its end."""
 
-    full = counter.get_total_flops()
-    if early_exit and meter.stop is not None:
-        return Outline(module, products, Cost(full, meter.used, meter.stop), None)
-    return Outline(module, products, Cost(full, full, None), None)
+def _nothing(model: Envoy) -> None:
+    """A program that reads nothing: the forward runs to its end."""
 
 
 class _Meter:

@@ -28,7 +28,7 @@ from softs_lightning.transfer import map_tensors, transfer_to_device
 if TYPE_CHECKING:
     from softs_lightning.compiled import CompiledPrefix
 
-__all__ = ["Cost", "Teacher", "arguments", "flop_counter"]
+__all__ = ["Cost", "Teacher", "add_saved", "arguments", "flop_counter"]
 
 
 @dataclass(frozen=True)
@@ -290,15 +290,7 @@ class Teacher:
             if hooked:
                 buffer = stack.enter_context(catcher.for_product(hooked, early_exit=False))
             saved = self._in_own_dtype(run, args, kwargs)
-        buffer.spec = spec
-        for item in spec.saved:
-            if item.name not in saved:
-                raise LookupError(
-                    f"saved[{item}]: the program {getattr(program, '__name__', program)!r} saved nothing under "
-                    f"{item.name!r}, only {', '.join(map(repr, saved)) or 'nothing at all'}"
-                )
-            kept = transfer_to_device(saved[item.name], catcher.device)
-            buffer.setdefault(item.name, {})["saved"] = [kept]
+        add_saved(buffer, spec, transfer_to_device(saved, catcher.device))
         return buffer
 
     def _in_own_dtype(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,6 +343,20 @@ def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
+
+
+def add_saved(buffer: Capture, spec: ProductSpec, saved: Mapping[str, Any]) -> None:
+    """Put what a program saved into a buffer, under the names that `spec` asks for.
+
+    Raises:
+        LookupError: for a name that was not saved.
+    """
+    buffer.spec = spec
+    for item in spec.saved:
+        if item.name not in saved:
+            there = ", ".join(map(repr, saved)) or "nothing at all"
+            raise LookupError(f"saved[{item}]: the program saved nothing under {item.name!r}, only {there}")
+        buffer.setdefault(item.name, {})["saved"] = [saved[item.name]]
 
 
 def arguments(

@@ -72,13 +72,15 @@ def on_rank(rank: int, folder: str) -> None:
     try:
         for kind in KINDS:
             student = Model()
-            value = loss_of(parallel(kind, student), student, slice(2 * rank, 2 * rank + 2), 2)
+            model = parallel(kind, student)  # held until after the backward: DDP syncs while it lives
+            value = loss_of(model, student, slice(2 * rank, 2 * rank + 2), 2)
             assert isinstance(student.head.weight, DTensor) == (kind == "fsdp2 resharded")
             torch.autograd.backward(value)
             grads: dict[str, Any] = {name: p.grad for name, p in student.named_parameters()}
             whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
             if rank == 0:
                 torch.save(whole, os.path.join(folder, f"{kind}.pt"))
+        dist.barrier()  # gloo aborts where its peer is gone first
     finally:
         dist.destroy_process_group()
 

@@ -79,12 +79,16 @@ def test_normalized_jsd_is_continuous_at_both_ends(beta: float, direction: str) 
         torch.testing.assert_close(grad, grads[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_plain_jsd_refuses_the_ends_where_it_is_zero(beta: float) -> None:
-    with pytest.raises(ValueError, match="normalized=True"):
-        GeneralizedJSD(beta)
-    with pytest.raises(ValueError, match="normalized=True"):
-        LF.generalized_jsd(*logits(), beta=beta)
+@pytest.mark.parametrize(("beta", "direction"), [(0.0, "forward"), (1.0, "reverse")])
+def test_plain_jsd_is_the_kl_at_its_ends_and_falls_to_it_in_proportion(beta: float, direction: str) -> None:
+    student, teacher = logits()
+    limit = KLDivergence(2.0, direction)(student, teacher)
+    torch.testing.assert_close(GeneralizedJSD(beta, 2.0)(student, teacher), limit, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        LF.generalized_jsd(student, teacher, beta=beta, temperature=2.0), limit, rtol=1e-12, atol=0
+    )
+    near = GeneralizedJSD(abs(beta - 1e-6), 2.0)(student, teacher)
+    torch.testing.assert_close(near / (1e-6 * (1 - 1e-6)), limit, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.1, 0.9])
@@ -177,6 +181,11 @@ def test_bad_settings_are_refused_at_once(make: object, message: str) -> None:
 def test_unlike_shapes_are_refused_with_both_named() -> None:
     with pytest.raises(ValueError, match=r"student \(2, 3\) and teacher \(2, 1\)"):
         KLDivergence()(torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+def test_an_empty_capture_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match='attn_implementation="eager"'):
+        LF.mse(None, torch.zeros(2, 3))  # type: ignore[arg-type]
 
 
 def test_a_captured_tuple_is_refused_with_the_way_out() -> None:

@@ -119,6 +119,14 @@ def test_a_window_normalizer_adds_up_to_the_whole_batch(loss: nn.Module) -> None
     torch.testing.assert_close(torch.stack(parts).mean(), loss(student, teacher, mask=mask))
 
 
+@pytest.mark.parametrize("normalizer", [0, 0.0, torch.tensor(0)])
+def test_a_window_without_a_valid_token_is_a_zero(normalizer: Tensor | float) -> None:
+    student, teacher, mask = tokens()
+    loss = MSE()(student.requires_grad_(), teacher, mask=torch.zeros_like(mask), normalizer=normalizer)
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, student)[0].any()
+
+
 @pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=repr)
 def test_a_mask_that_fits_nothing_is_refused(loss: nn.Module) -> None:
     student, teacher, _ = tokens()

@@ -128,6 +128,13 @@ def test_heads_stay_out_of_the_losses_own_parameters() -> None:
     assert list(loss.state_dict()) == []
 
 
+def test_a_copied_loss_still_trains_the_models_own_head() -> None:
+    student = model("llama")
+    loss = LinearKL()
+    loss.bind(student, student)
+    assert copy.deepcopy(loss).heads()[0].weight is student.lm_head.weight
+
+
 def test_a_replaced_weight_is_read_at_the_next_call() -> None:
     student = model("llama")
     loss = LinearKL()

@@ -74,6 +74,7 @@ KINDS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, A
     "jsd high": (LF.linear_jsd, LF.generalized_jsd, {"beta": 0.9}),
     "jsd normalized": (LF.linear_jsd, LF.generalized_jsd, {"beta": 0.01, "normalized": True}),
     "jsd end": (LF.linear_jsd, LF.generalized_jsd, {"beta": 1, "normalized": True}),
+    "jsd plain end": (LF.linear_jsd, LF.generalized_jsd, {"beta": 0}),
 }
 SETTINGS: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"scale": 0.25}, {"softcap": 1.5, "scale": 0.5}]
 

@@ -83,6 +83,22 @@ def test_rkd_angle_equals_a_loop_over_triplets() -> None:
     torch.testing.assert_close(whole, 3 * LF.rkd_distance(*features()) + 5 * LF.rkd_angle(*features()))
 
 
+def test_rkd_angle_in_blocks_equals_all_triplets_at_once() -> None:
+    # 90 rows take three blocks of anchors.
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 90, 7, generator=generator, dtype=torch.float64)
+    student.requires_grad_()
+
+    def cosines(rows: Tensor) -> Tensor:
+        sides = nn.functional.normalize(rows[None] - rows[:, None], dim=-1)
+        return sides @ sides.mT
+
+    expected = nn.functional.smooth_l1_loss(cosines(student), cosines(teacher))
+    loss = LF.rkd_angle(student, teacher)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, student), torch.autograd.grad(expected, student))
+
+
 @pytest.mark.parametrize("rows", [ROWS, 40])
 def test_cka_equals_its_definition_on_either_path(rows: int) -> None:
     # 6 rows against 14 features takes the Gram matrices, 40 the cross-covariances.

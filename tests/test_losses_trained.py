@@ -218,6 +218,15 @@ def test_whitened_embeddings_have_unit_covariance() -> None:
     [
         (lambda: losses.VID(0, 4), "student_features must be 1 at least"),
         (lambda: losses.VID(4, 4, init_variance=1e-6), "init_variance must be above eps"),
+        (lambda: losses.VID(4, 6)(draw(2, 5), draw(2, 6)), "VID's student product must have 4 features"),
+        (lambda: losses.VID(4, 6)(draw(2, 4), draw(2, 7)), "VID's teacher product must have 6 features"),
+        (lambda: losses.SRD(4, 6)(draw(2, 5), draw(2, 6)), "SRD's student product must have 4 features"),
+        (lambda: losses.MGD(4, 6)(draw(1, 5, 4, 4), draw(1, 6, 4, 4)), "MGD's student product"),
+        (lambda: losses.ReviewKD([4], [4])([draw(1, 5, 4, 4)], [draw(1, 4, 4, 4)]), "student map of stage 0"),
+        (
+            lambda: losses.CRD(4, 4, samples=3)(draw(2, 5), draw(2, 4), batch={"index": torch.arange(2)}),
+            "CRD's student product must have 4 features",
+        ),
         (lambda: losses.SRD(4, 4, exponent=0), "exponent"),
         (lambda: losses.MGD(4, 4, ratio=1.0), r"ratio must lie in \[0, 1\)"),
         (lambda: losses.MGD(4, 4)(draw(1, 4, 4, 4), draw(1, 4, 2, 2)), "the generated map"),

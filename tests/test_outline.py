@@ -107,12 +107,25 @@ def test_what_cannot_be_scanned_runs_and_says_why() -> None:
         assert seen.products.select()[0].shape == (3, 2)
 
 
-def test_a_program_runs_for_real() -> None:
-    def program(model: Any) -> dict[str, Any]:
-        return {"h": model[0].output}
+def test_a_program_is_scanned_too() -> None:
+    def program(model: Any, tracer: Any) -> dict[str, Any]:
+        hidden = model[0].output
+        tracer.stop()
+        return {"h": hidden}
 
     with outline(Teacher(mlp, program=program), torch.ones(3, 4), ProductSpec.parse("saved[h]")) as seen:
-        assert seen.ran == "a program decides for itself what it reads"
+        assert seen.ran is None
+        assert seen.products.select()[0].shape == (3, 8)
+        assert seen.cost.used == 2 * 3 * 4 * 8
+        assert seen.cost.full == 2 * 3 * (4 * 8 + 8 * 16 + 16 * 2)
+
+
+def test_another_kind_of_teacher_runs_for_real() -> None:
+    class Own(Teacher):
+        """Supplies its products in some way of its own."""
+
+    with outline(Own(mlp), torch.ones(3, 4), ProductSpec.parse("outputs[0]")) as seen:
+        assert seen.ran == "a Own supplies its products in its own way"
         assert seen.products.select()[0].shape == (3, 8)
 
 

@@ -206,6 +206,24 @@ def test_batches_carry_the_index_and_are_otherwise_unchanged(
     assert seen == [str(i) for i in range(6)]
 
 
+class Whole(Things):
+    """Gives a batch at once, as a dict of stacked tensors."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"x": torch.tensor(indices, dtype=torch.float32)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_datasets_that_give_whole_batches_are_asked_for_them(workers: int) -> None:
+    data = Numbered(Whole(as_dict), collate_fn=lambda batch: batch)
+    batches = list(DataLoader(data, batch_size=4, collate_fn=data.collate, num_workers=workers))
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
+    assert [batch.sample_ids for batch in batches] == [["0", "1", "2", "3"], ["4", "5"]]
+    seeded = Numbered(Whole(as_dict), seed=0)  # whose samples are drawn one by one
+    (batch,) = DataLoader(seeded, batch_size=6, collate_fn=seeded.collate)
+    assert (batch["x"].shape, batch.sample_ids[5]) == ((6, 1), "5@0")
+
+
 def test_names_keep_datasets_apart_and_negative_indices_are_the_same_samples() -> None:
     data = Numbered(Things(as_dict), name="val")
     assert (data[2].id, data[-1].id, len(data)) == ("val:2", "val:5", 6)

@@ -172,7 +172,7 @@ def test_values_come_back_in_their_type_within_the_stated_error(
 
 
 def test_encodings_by_product(tmp_path: Path) -> None:
-    fill(tmp_path, tokens(4), "outputs[embed|pool]", encoding={"outputs[embed]": "int8"})
+    fill(tmp_path, tokens(4), "outputs[embed|pool]", encoding={"outputs[emb*]": "int8"})
     assert [(c.key.product, c.key.encoding) for c in ProductStore(tmp_path).columns()] == [
         ("outputs[embed]", "int8"),
         ("outputs[pool]", "exact"),
@@ -185,6 +185,55 @@ def test_wrappers_and_picks_are_part_of_no_and_of_every_name() -> None:
         "outputs[a!1]",
         "outputs[.]",
     ]
+
+
+def test_selectors_mean_without_the_teacher_what_they_mean_with_it(tmp_path: Path) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    x = torch.randn(2, 3)
+    for product in ("outputs[layers.{1..2}]", "outputs[@Linear]", "outputs[layers.-1]"):
+        fill(tmp_path, x, product, Deep())
+        assert len(live(x, product, Deep())) == len(read(tmp_path, x, product)) > 0
+        for ours, theirs in zip(read(tmp_path, x, product), live(x, product, Deep()), strict=True):
+            assert torch.equal(ours, theirs)
+    assert [c.key.product for c in ProductStore(tmp_path).columns()] == [
+        f"outputs[layers.{i}]" for i in range(4)
+    ]
+    teacher = placed(StoredTeacher(None, tmp_path))
+    with pytest.raises(KeyError, match=r"Deep has no module named 'layers.7'"):
+        teacher.check(ProductSpec.parse("outputs[layers.7]"))
+    with pytest.raises(KeyError, match=r"the modules of class .ModuleList. are"):
+        teacher.check(ProductSpec.parse("outputs[@ModuleList]"))
+
+
+def test_what_a_program_saves_is_kept_under_an_identity(tmp_path: Path) -> None:
+    def program(envoy: Any) -> Any:
+        return {"twice": envoy[0].output * 2}
+
+    net, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(2, 3)
+    with pytest.raises(ValueError, match=r"a teacher with a program .* identity="):
+        fill(tmp_path, x, "saved[twice]", net, program=program)
+    fill(tmp_path, x, "saved[twice]|outputs[1]", net, program=program, identity="doubling v1")
+    (ours,) = read(tmp_path, x, "saved[twice]")
+    assert torch.equal(ours, 2 * net[0](x))
+
+
+def test_a_teacher_in_its_own_type_does_not_depend_on_autocast(tmp_path: Path) -> None:
+    net, x = nn.Linear(3, 2), torch.randn(2, 3)
+    fill(tmp_path, x, "outputs[.]", net, dtype="bfloat16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fill(tmp_path, x, "outputs[.]", net, dtype="bfloat16")
+    (column,) = ProductStore(tmp_path).columns()
+    assert (column.key.autocast, column.key.teacher["dtype"], len(column.shards)) == (None, "bfloat16", 1)
 
 
 # -- a share of the tokens -------------------------------------------------------------------------
@@ -228,7 +277,7 @@ def test_another_feed_is_refused_with_what_differs(tmp_path: Path) -> None:
     fill(tmp_path, tokens(3), feed="v1")
     with pytest.raises(StoreMismatchError, match="feed: the store has 'v1', asked for is 'v2'"):
         placed(StoredTeacher(Tokens(), tmp_path, feed="v2"))
-    with pytest.raises(StoreMismatchError, match="with no feed 'v2'"):
+    with pytest.raises(StoreMismatchError, match=r"with feed 'v2': there is exact of Tokens .*, feed v1"):
         read(tmp_path, tokens(3), feed="v2")
 
 
@@ -249,7 +298,9 @@ def test_two_teachers_share_a_store_when_asked_to(tmp_path: Path) -> None:
 def test_a_product_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
     fill(tmp_path, tokens(3))
     teacher = placed(StoredTeacher(None, tmp_path))
-    with pytest.raises(StoreMismatchError, match=r"holds no outputs\[embd\]: it has outputs\[embed\]"):
+    with pytest.raises(StoreMismatchError, match=r"holds no outputs\[mix\]: it has .*outputs\[mix#0\]"):
+        teacher.check(ProductSpec.parse("outputs[mix]"))
+    with pytest.raises(KeyError, match="Tokens has no module named 'embd': the nearest names are 'embed'"):
         teacher.check(ProductSpec.parse("outputs[embd]"))
 
 
@@ -260,9 +311,11 @@ def test_an_encoding_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_encoding_for_what_nobody_asks_for_is_refused(tmp_path: Path) -> None:
-    teacher = placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[embd]": "fp16"}))
+    with pytest.raises(KeyError, match="no module named 'embd'"):
+        placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[embd]": "fp16"}))
+    teacher = placed(StoredTeacher(Tokens(), tmp_path, encoding={"outputs[pool]": "fp16"}))
     with pytest.raises(
-        KeyError, match=r"names outputs\[embd\], which no pair asks for: they ask for outputs\[embed\]"
+        KeyError, match=r"names outputs\[pool\], which no pair asks for: they ask for outputs\[embed\]"
     ):
         teacher.check(ProductSpec.parse("outputs[embed]"))
 

@@ -255,6 +255,36 @@ def test_a_loss_that_ignores_the_mask_is_stopped_at_the_padding(tmp_path: Path) 
     assert callback.teacher.module is None  # released all the same
 
 
+def test_validation_batches_are_kept_and_read_too(tmp_path: Path) -> None:
+    """They come first, in Lightning's sanity check and its inference mode."""
+
+    class Validating(Student):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+    def run(teacher: Any) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        student, callback = Validating(), DistillationCallback(teacher, pairs(), validate=True)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[callback],
+        )
+        trainer.fit(student, loader(), loader(shuffle=False))
+        reported = {name: value for name, value in trainer.callback_metrics.items() if "/val/" in name}
+        assert len(reported) >= 2
+        return {**student.state_dict(), **reported}
+
+    live = run(make_teacher())
+    writer = StoredTeacher(make_teacher(), tmp_path)
+    assert_equal(run(writer), live)
+    assert_equal(run(StoredTeacher(None, tmp_path)), live)
+
+
 def test_the_callback_with_a_stored_teacher_survives_a_copy(tmp_path: Path) -> None:
     teacher = copy.deepcopy(StoredTeacher(make_teacher(), tmp_path))
     train(teacher, loader(), epochs=1)

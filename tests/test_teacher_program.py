@@ -94,7 +94,7 @@ def test_a_step_of_a_generation_is_a_product() -> None:
 
 def test_what_a_program_did_not_save_is_named() -> None:
     with pytest.raises(
-        LookupError, match=r"saved\[other\]: the program 'steer' saved nothing under 'other', only 'steered'"
+        LookupError, match=r"saved\[other\]: the program saved nothing under 'other', only 'steered'"
     ):
         placed(steer).supply(torch.randn(5, 4), ProductSpec.parse("saved[other]"))
 

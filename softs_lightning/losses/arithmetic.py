@@ -18,6 +18,9 @@ __all__ = [
     "Normalizer",
     "bounded_logits",
     "check_same_shape",
+    "check_width",
+    "divisor",
+    "eager",
     "full_precision",
     "keep_valid",
     "mean_over_rows",
@@ -41,6 +44,7 @@ class DistillationLoss(nn.Module):
     """Base of the losses here. The class attributes say what ``check_loss`` may expect.
 
     - ``same_shape``: student and teacher must have one shape; anything else is a ``ValueError``.
+    - ``together``: is given all activations of a pair at once, as a tuple a side.
     - ``divergence``: never negative, and zero with a zero gradient where the student equals the teacher.
     - ``logits``: reads logits over the last dimension: shifting a row changes nothing, infinite entries
       are allowed.
@@ -49,6 +53,7 @@ class DistillationLoss(nn.Module):
     """
 
     same_shape: ClassVar[bool] = True
+    together: ClassVar[bool] = False
     divergence: ClassVar[bool] = True
     logits: ClassVar[bool] = False
     row_mean: ClassVar[bool] = True
@@ -78,6 +83,11 @@ def unit_interval(name: str, value: float) -> float:
 def raised(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in one dtype, float32 at least: half precision is raised, float64 is kept."""
     for tensor in tensors:
+        if tensor is None:
+            raise TypeError(
+                "a loss compares tensors, got None: nothing was returned there (transformers' attention maps "
+                'need attn_implementation="eager")'
+            )
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"a loss compares tensors, got {type(tensor).__name__}; "
@@ -98,6 +108,12 @@ def run_raised(network: Callable[..., Tensor], values: Tensor) -> Tensor:
     half = [x.dtype for x in held if x.is_floating_point() and x.dtype.itemsize < 4]
     result = network(values.to(half[0]) if half else values)
     return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
+def eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep ``function`` out of ``torch.compile``: a loop over blocks would be unrolled into the graph."""
+    kept: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
 
 
 def full_precision(function: Function) -> Function:
@@ -122,6 +138,12 @@ def check_same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
             f"{what} compares tensors of one shape, got student {tuple(student.shape)} "
             f"and teacher {tuple(teacher.shape)}; add a projector, or choose a loss that takes unlike shapes"
         )
+
+
+def check_width(values: Tensor, width: int, dim: int, what: str) -> None:
+    """A ``ValueError`` that names ``what`` where dimension ``dim`` is not ``width`` long."""
+    if values.ndim <= max(dim, 0) or values.shape[dim] != width:
+        raise ValueError(f"{what} must have {width} features at dimension {dim}, got {tuple(values.shape)}")
 
 
 def _valid(mask: Tensor, shape: torch.Size) -> Tensor:
@@ -167,10 +189,17 @@ def mean_over_rows(rows: Tensor, mask: Tensor | None = None, normalizer: Normali
             ``accumulate_grad_batches * world_size`` (Lightning and DDP divide by these again).
     """
     if mask is None:
-        return rows.sum() / (max(rows.numel(), 1) if normalizer is None else normalizer)
+        return rows.sum() / divisor(rows.numel(), normalizer)
     valid = _valid(mask, rows.shape).expand(rows.shape)
-    total = rows.masked_fill(~valid, 0).sum()
-    return total / (valid.sum().clamp(min=1) if normalizer is None else normalizer)
+    return rows.masked_fill(~valid, 0).sum() / divisor(valid.sum(), normalizer)
+
+
+def divisor(count: Tensor | int, normalizer: Normalizer = None) -> Tensor | float:
+    """The normalizer where there is one, else the count; 1 for a 0: of no row at all the sum is 0."""
+    value = count if normalizer is None else normalizer
+    if isinstance(value, Tensor):
+        return value.where(value != 0, torch.ones_like(value))
+    return value or 1
 
 
 def mean_over_tokens(values: Tensor, mask: Tensor | None = None, normalizer: Normalizer = None) -> Tensor:

@@ -31,7 +31,6 @@ __all__ = [
     "KLDivergence",
     "SkewedKL",
     "TotalVariation",
-    "endpoint_message",
     "generalized_jsd",
     "jsd_rows",
     "kl_divergence",
@@ -86,22 +85,11 @@ def mixture_logs(log_student: Tensor, log_teacher: Tensor, beta: float) -> tuple
 def jsd_rows(log_student: Tensor, log_teacher: Tensor, beta: float = 0.5, normalized: bool = False) -> Tensor:
     """Generalised JSD of each row of log-probabilities; see :func:`generalized_jsd`."""
     if beta in (0, 1):
-        if not normalized:
-            raise ValueError(endpoint_message(beta))
         return kl_rows(log_student, log_teacher, "forward" if beta == 0 else "reverse")
     over_student, over_teacher = mixture_logs(log_student, log_teacher, beta)
     terms = beta * log_teacher.exp() * over_teacher + (1 - beta) * log_student.exp() * over_student
     rows = non_negative(-terms.sum(-1))
     return rows / (beta * (1 - beta)) if normalized else rows
-
-
-def endpoint_message(beta: float) -> str:
-    """Why the plain divergence is refused at an end, and what to use there."""
-    name = "forward" if beta == 0 else "reverse"
-    return (
-        f"the generalised JSD is identically zero at beta={beta:g}: pass normalized=True, whose limit there "
-        f'is the {name} KL, or use KLDivergence(direction="{name}")'
-    )
 
 
 @full_precision
@@ -154,14 +142,15 @@ def generalized_jsd(
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence, T²-scaled (GKD, arXiv:2306.13649).
 
-    ``JSD = beta·KL(T ‖ M) + (1−beta)·KL(S ‖ M)`` with ``M = beta·T + (1−beta)·S``. It vanishes as beta
-    approaches 0 or 1; divided by ``beta·(1−beta)`` (``normalized=True``) it has limits there, the forward
-    and the reverse KL, and is continuous on all of [0, 1].
+    ``JSD = beta·KL(T ‖ M) + (1−beta)·KL(S ‖ M)`` with ``M = beta·T + (1−beta)·S``. Towards the ends it
+    vanishes like ``beta·(1−beta)`` times a KL: the forward one at 0, the reverse one at 1. At exactly 0 and 1
+    it is that KL, as in the paper. Divided by ``beta·(1−beta)`` (``normalized=True``) it is continuous on all
+    of [0, 1]; without, values near the ends are small and jump at them.
 
     Args:
         student: logits ``[..., classes]``.
         teacher: logits of the same shape.
-        beta: the teacher's share of the mixture, in (0, 1); the ends need ``normalized=True``.
+        beta: the teacher's share of the mixture, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
         temperature: divides both logits; the result is multiplied by its square.
         normalized: divide by ``beta·(1−beta)``.
         mask: ``[...]``, nonzero where a row counts.
@@ -271,9 +260,9 @@ class GeneralizedJSD(DistillationLoss):
     """GKD's divergence: :func:`~softs_lightning.losses.functional.generalized_jsd`.
 
     Args:
-        beta: the teacher's share of the mixture, in (0, 1).
+        beta: the teacher's share of the mixture, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
         temperature: above 0.
-        normalized: divide by ``beta·(1−beta)``; beta may then be 0 (forward KL) or 1 (reverse KL).
+        normalized: divide by ``beta·(1−beta)``, which makes it continuous at both ends.
 
     >>> import torch
     >>> student, teacher = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
@@ -289,8 +278,6 @@ class GeneralizedJSD(DistillationLoss):
         self.beta = unit_interval("beta", beta)
         self.temperature = positive("temperature", temperature)
         self.normalized = normalized
-        if beta in (0, 1) and not normalized:
-            raise ValueError(endpoint_message(beta))
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from softs_lightning.losses.arithmetic import DistillationLoss, Normalizer, pick, positive, unit_interval
-from softs_lightning.losses.divergences import DIRECTIONS, endpoint_message
+from softs_lightning.losses.divergences import DIRECTIONS
 from softs_lightning.losses.heads import Head, find_head, head_of, head_settings
 from softs_lightning.losses.linear import linear_ce_kl, linear_jsd, linear_kl
 
@@ -77,6 +77,10 @@ class _Reader:
     def __init__(self, module: nn.Module, softcap: float | None, scale: float) -> None:
         self.module, self.softcap, self.scale = module, softcap, scale
 
+    def __deepcopy__(self, memo: object) -> _Reader:
+        # A copied loss still trains the model's head, not a copy of it.
+        return self
+
     def __call__(self) -> Head:
         return head_of(self.module, self.softcap, self.scale)
 
@@ -96,7 +100,7 @@ class LinearKL(_LinearLoss):
         teacher_softcap: likewise.
         student_scale: multiplies the logits; by default what the model's config says.
         teacher_scale: likewise.
-        chunk_size: tokens at a time; by default as many as make 8 Mi logits.
+        chunk_size: tokens at a time; by default as many as make 2 Mi logits on a CPU, 64 Mi elsewhere.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 100))
@@ -133,9 +137,9 @@ class LinearJSD(_LinearLoss):
     """Generalised JSD of the logits: :func:`~softs_lightning.losses.functional.linear_jsd`.
 
     Args:
-        beta: the teacher's share of the mixture, in (0, 1).
+        beta: the teacher's share of the mixture, in [0, 1]; 0 is the forward KL, 1 the reverse KL.
         temperature: above 0.
-        normalized: divide by ``beta·(1−beta)``; beta may then be 0 (forward KL) or 1 (reverse KL).
+        normalized: divide by ``beta·(1−beta)``, which makes it continuous at both ends.
         **options: of the heads, as in :class:`LinearKL`.
 
     >>> import torch
@@ -153,8 +157,6 @@ class LinearJSD(_LinearLoss):
         self.beta = unit_interval("beta", beta)
         self.temperature = positive("temperature", temperature)
         self.normalized = normalized
-        if beta in (0, 1) and not normalized:
-            raise ValueError(endpoint_message(beta))
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softs_lightning.losses.arithmetic import Normalizer, raised
+from softs_lightning.losses.arithmetic import Normalizer, divisor, eager, raised
 from softs_lightning.losses.divergences import DIRECTIONS, mixture_logs
 from softs_lightning.losses.heads import Head
 from softs_lightning.losses.tokens import IGNORE, next_labels
 
 __all__ = ["linear_ce_kl", "linear_jsd", "linear_kl"]
 
-#: Logits in a chunk where no chunk size is given: 32 MiB in float32, and a handful of such buffers.
-CHUNK_LOGITS = 2**23
+# Logits in a chunk where no chunk size is given, of which a handful of buffers exist: 8 MiB each in float32
+# on a CPU, where the caches gain from more of them little; an accelerator wants larger products.
+_CPU_LOGITS, _ACCELERATOR_LOGITS = 2**21, 2**26
 
 # From log-probabilities of a chunk (may be overwritten): the value of each row, and its gradient with
 # respect to the student's logits, which for a function L of probabilities S is S · (u − Σ S·u), u = dL/dS.
@@ -56,10 +57,10 @@ def _kl_terms(direction: str) -> Terms:
 
 
 def _jsd_terms(beta: float, normalized: bool) -> Terms:
-    if beta in (0, 1) and normalized:
+    if beta in (0, 1):
         return _kl_terms("forward" if beta == 0 else "reverse")
     if not 0 < beta < 1:
-        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}; the ends need normalized=True")
+        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}")
     weight = 1 / (beta * (1 - beta)) if normalized else 1.0
 
     def terms(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,13 +193,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep ``function`` out of ``torch.compile``: a loop over chunks would be unrolled into the graph."""
-    eager: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return eager
-
-
-@_eager
+@eager
 def _chunked_mean(
     student: Tensor,
     teacher: Tensor,
@@ -243,8 +238,10 @@ def _chunked_mean(
                 f"labels reach from {int(labels.min())} to {int(labels.max())}, the shared vocabulary has "
                 f"{heads[0].vocabulary} entries; the label that is ignored is {IGNORE}"
             )
-    rows = CHUNK_LOGITS // heads[0].vocabulary if chunk_size is None else chunk_size
-    plan = _Plan(terms, temperature, max(rows, 1), soft=1 - hard, hard=hard)
+    if chunk_size is None:
+        logits = _CPU_LOGITS if student.device.type == "cpu" else _ACCELERATOR_LOGITS
+        chunk_size = max(logits // heads[0].vocabulary, 16)
+    plan = _Plan(terms, temperature, chunk_size, soft=1 - hard, hard=hard)
     constants = Head(heads[1].weight.detach(), _detached(heads[1].bias), heads[1].softcap, heads[1].scale)
     hidden = student[valid] if mask is not None or labels is not None else student.flatten(0, -2)
     constant = (
@@ -254,7 +251,7 @@ def _chunked_mean(
         total: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
             plan, (heads[0], constants), hidden, heads[0].weight, heads[0].bias, constant, labels
         )
-    return total / (max(len(hidden), 1) if normalizer is None else normalizer)
+    return total / divisor(len(hidden), normalizer)
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
@@ -296,7 +293,7 @@ def linear_kl(
         direction: ``"forward"``, ``"reverse"`` or ``"symmetric"``.
         mask: ``[...]``, nonzero where a token counts; only these tokens are projected.
         normalizer: what to divide by instead of the number of valid tokens.
-        chunk_size: tokens at a time; by default as many as make 8 Mi logits.
+        chunk_size: tokens at a time; by default as many as make 2 Mi logits on a CPU, 64 Mi elsewhere.
 
     Returns:
         The mean over the valid tokens, in float32 at least.

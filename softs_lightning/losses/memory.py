@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from softs_lightning.losses.arithmetic import (
     DistillationLoss,
+    check_width,
     mean_over_rows,
     pick,
     positive,
@@ -131,6 +132,8 @@ class CRD(DistillationLoss):
         if index.shape != student.shape[:1]:
             raise ValueError(f"index {tuple(index.shape)} does not number the batch of {len(student)}")
         with torch.autocast(student.device.type, enabled=False):
+            check_width(student.flatten(1), self.student_embed.in_features, 1, "CRD's student product")
+            check_width(teacher.flatten(1), self.teacher_embed.in_features, 1, "CRD's teacher product")
             one = unit_rows(run_raised(self.student_embed, student.flatten(1)))
             two = unit_rows(run_raised(self.teacher_embed, teacher.flatten(1)))
             others = self._draw(index)

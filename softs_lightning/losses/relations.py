@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from softs_lightning.losses.arithmetic import (
     DistillationLoss,
+    eager,
     full_precision,
     non_negative,
     positive,
@@ -154,17 +156,75 @@ def rkd_angle(
 ) -> Tensor:
     """Angle-wise relational distillation (arXiv:1904.05068): smooth L1 of the cosines in all triplets.
 
-    Holds n² differences of rows and n³ cosines a side; n is the batch (with ``tokens`` their number).
+    The n³ cosines are never held: anchors are taken in blocks, with the gradient, from two n × n matrices
+    (in float64, as the cosines come from differences of their entries). Differentiable once; the teacher is
+    a constant.
 
     >>> import torch
-    >>> rkd_angle(torch.eye(3), 7 * torch.eye(3, 5)).item()
+    >>> round(rkd_angle(torch.eye(3), 7 * torch.eye(3, 5)).item(), 6)
     0.0
     """
-    cosines = []
-    for rows in _rows(student, teacher, mask, tokens):
-        sides = unit_rows(rows.unsqueeze(0) - rows.unsqueeze(1))
-        cosines.append(sides @ sides.mT)
-    return F.smooth_l1_loss(cosines[0], cosines[1])
+    one, two = _rows(student, teacher, mask, tokens)
+    sides = [part for rows in (one, two.detach()) for part in _gram_and_inverse_distances(rows)]
+    return _angles(*sides).to(one.dtype)
+
+
+def _gram_and_inverse_distances(rows: Tensor) -> tuple[Tensor, Tensor]:
+    # There is no float64 on Apple's GPUs; all else has it.
+    rows = (rows - rows.detach().mean(0)).to(torch.float32 if rows.device.type == "mps" else torch.float64)
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = distances > 0
+    return rows @ rows.mT, distances.where(apart, 1.0).reciprocal().where(apart, 0.0)
+
+
+@eager
+def _angles(*sides: Tensor) -> Tensor:
+    total: Tensor = _AngleMean.apply(*sides)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _AngleMean(torch.autograd.Function):
+    """Mean smooth L1 of the cosines at all anchors; gradients of the student's side taken in the forward.
+
+    At anchor i, between j and k, the cosine is ``(G_jk − G_ij − G_ik + G_ii) · inverse_ij · inverse_ik``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gram: Tensor, inverse: Tensor, target_gram: Tensor, target_inverse: Tensor
+    ) -> Tensor:
+        size = len(gram)
+        total = gram.new_zeros(())
+        gram_grad, inverse_grad = torch.zeros_like(gram), torch.zeros_like(inverse)
+        block = max(2**18 // size**2, 1)
+        for start in range(0, size, block):
+            anchors = slice(start, start + block)
+            dots, cosines = _cosines(gram, inverse, anchors)
+            gaps = cosines - _cosines(target_gram, target_inverse, anchors)[1]
+            slopes = gaps.clamp(-1, 1)
+            # Smooth L1: slope · (gap − slope / 2) is gap²/2 within 1 and |gap| − ½ beyond.
+            total += (slopes * (gaps - slopes / 2)).sum()
+            inverse_grad[anchors] = 2 * torch.einsum("ijk,ijk,ik->ij", slopes, dots, inverse[anchors])
+            slopes = slopes * inverse[anchors, :, None] * inverse[anchors, None, :]
+            gram_grad += slopes.sum(0)
+            sums = slopes.sum(2)
+            gram_grad[anchors] -= 2 * sums
+            gram_grad.diagonal()[anchors] += sums.sum(1)
+        ctx.save_for_backward(gram_grad / size**3, inverse_grad / size**3)
+        return total / size**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        gram_grad, inverse_grad = ctx.saved_tensors
+        return outer * gram_grad, outer * inverse_grad, None, None
+
+
+def _cosines(gram: Tensor, inverse: Tensor, anchors: slice) -> tuple[Tensor, Tensor]:
+    """``[block, n, n]`` dot products of the sides at some anchors, and their cosines."""
+    rows = gram[anchors]
+    dots = gram - rows[:, :, None] - rows[:, None, :] + gram.diagonal()[anchors, None, None]
+    return dots, dots * inverse[anchors, :, None] * inverse[anchors, None, :]
 
 
 @full_precision

@@ -17,6 +17,7 @@ from softs_lightning.losses.arithmetic import (
     DistillationLoss,
     Normalizer,
     check_same_shape,
+    check_width,
     full_precision,
     keep_valid,
     mean_over_tokens,
@@ -133,6 +134,7 @@ class VID(DistillationLoss):
         if init_variance <= positive("eps", eps):
             raise ValueError(f"init_variance must be above eps, got {init_variance!r} and {eps!r}")
         hidden = teacher_features if hidden is None else hidden
+        self.student_features = student_features
         self.channel_dim = channel_dim
         self.eps = eps
         # Linear layers on the channels are the paper's 1×1 convolutions, for any number of positions.
@@ -150,6 +152,8 @@ class VID(DistillationLoss):
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
     ) -> Tensor:
         student, teacher, raw = raised(student, teacher, self.raw_variance)
+        check_width(student, self.student_features, self.channel_dim, "VID's student product")
+        check_width(teacher, len(raw), self.channel_dim, "VID's teacher product")
         student, teacher = (x.movedim(self.channel_dim, -1) for x in (student, teacher))
         with torch.autocast(student.device.type, enabled=False):
             mean = run_raised(self.regressor, keep_valid(student, mask))
@@ -188,6 +192,8 @@ class SRD(DistillationLoss):
 
     def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
         student, teacher = raised(student, teacher)
+        check_width(student, self.projector.in_features, 1, "SRD's student product")
+        check_width(teacher, self.projector.out_features, 1, "SRD's teacher product")
         with torch.autocast(student.device.type, enabled=False):
             student, teacher = (x.flatten(2).mean(-1) if x.ndim > 2 else x for x in (student, teacher))
             one = run_raised(self.student_norm, run_raised(self.projector, student))
@@ -222,7 +228,7 @@ class MGD(DistillationLoss):
         _unlike_sizes({"student_features": student_features, "teacher_features": teacher_features})
         if not 0 <= ratio < 1:
             raise ValueError(f"ratio must lie in [0, 1), got {ratio!r}")
-        self.ratio = ratio
+        self.ratio, self.student_features = ratio, student_features
         alike = student_features == teacher_features
         self.align: nn.Module = nn.Identity() if alike else nn.Conv2d(student_features, teacher_features, 1)
         self.generator = nn.Sequential(
@@ -233,6 +239,7 @@ class MGD(DistillationLoss):
 
     def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
         student, teacher = raised(student, teacher)
+        check_width(student, self.student_features, 1, "MGD's student product")
         with torch.autocast(student.device.type, enabled=False):
             aligned = run_raised(self.align, student)
             # Drawn in float32 whatever the dtype, so that one seed masks the same positions.
@@ -262,6 +269,7 @@ class ReviewKD(DistillationLoss):
     """
 
     same_shape: ClassVar[bool] = False
+    together: ClassVar[bool] = True
     divergence: ClassVar[bool] = False
     row_mean: ClassVar[bool] = False
 
@@ -273,6 +281,7 @@ class ReviewKD(DistillationLoss):
             raise ValueError(
                 f"as many stages a side, one at least, got {len(student_features)} and {len(teacher_features)}"
             )
+        self.student_features = tuple(student_features)
         deepest = len(student_features) - 1
         self.fusions = nn.ModuleList(
             _Fusion(one, hidden, two, fuse=stage < deepest)
@@ -288,6 +297,8 @@ class ReviewKD(DistillationLoss):
         with torch.autocast(tensors[0].device.type, enabled=False):
             for stage in reversed(range(stages)):
                 target = tensors[stages + stage]
+                channels = self.student_features[stage]
+                check_width(tensors[stage], channels, 1, f"ReviewKD's student map of stage {stage}")
                 built, review = self.fusions[stage](tensors[stage], review, target.shape[2:])
                 terms.append(hierarchical_context(built, target))
         return torch.stack(terms).sum()

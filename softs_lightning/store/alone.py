@@ -6,7 +6,7 @@ another product in every batch. One sample is run alone and compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softs_lightning.transfer import map_tensors
 
-__all__ = ["refuse_dependent", "single"]
+__all__ = ["prove_independent", "refuse_dependent", "single"]
 
 
 def single(value: Any, count: int, index: int) -> Any:
@@ -36,6 +36,33 @@ def single(value: Any, count: int, index: int) -> Any:
             return value[index : index + 1]
         return type(value)(single(entry, count, index) for entry in value)
     return map_tensors(one, value)
+
+
+def prove_independent(
+    together: Mapping[str, Any], alone: Callable[[int], Mapping[str, Any]], count: int, *, lowered: bool
+) -> None:
+    """Run one sample alone, and see that its products are what they are in the batch.
+
+    Args:
+        together: the products of the batch, by name.
+        alone: gives the products of the sample of a number, by name.
+        count: samples of the batch.
+        lowered: whether autocast is on.
+
+    Raises:
+        ValueError: when a product differs, or the teacher does not run on one sample.
+    """
+    index = count // 2
+    try:
+        values = alone(index)
+    except Exception as error:
+        raise ValueError(
+            f"the teacher cannot be run on one sample of the batch ({error}), which would show whether its products "
+            "depend on the others: check='none' leaves this out"
+        ) from error
+    for name, ours in together.items():
+        if isinstance(ours, Tensor) and ours.ndim and len(ours) == count:
+            refuse_dependent(name, ours, values[name], index, lowered=lowered)
 
 
 def refuse_dependent(product: str, together: Tensor, alone: Tensor, index: int, *, lowered: bool) -> None:

@@ -53,7 +53,7 @@ class Built:
 
 def build(
     path: str | os.PathLike[str],
-    teacher: nn.Module | Callable[[], nn.Module],
+    teacher: Teacher | nn.Module | Callable[[], nn.Module],
     products: str | ProductSpec | Sequence[str | ProductSpec],
     batches: Iterable[Any],
     *,
@@ -68,7 +68,7 @@ def build(
 
     Args:
         path: of the store; made if it is not there.
-        teacher: as for :class:`StoredTeacher`.
+        teacher: as for :class:`StoredTeacher`, or a :class:`~softs_lightning.teacher.Teacher` with its options.
         products: one product_id, or several.
         batches: a ``DataLoader``, or any iterable of batches; their order does not matter.
         device: where the teacher runs; where it is, by default.
@@ -91,9 +91,10 @@ def build(
     spec = ProductSpec.union(ProductSpec.parse(product) for product in asked)
     if not spec:
         raise ValueError("no product is named, so there is nothing to keep: write 'outputs[name]'")
-    if isinstance(teacher, Teacher):
-        raise TypeError("build takes the teacher's module or factory, and its options by keyword")
-    stored = StoredTeacher(teacher, path, **options)
+    make: Callable[..., StoredTeacher] = (
+        StoredTeacher.around if isinstance(teacher, Teacher) else StoredTeacher
+    )
+    stored = make(teacher, path, **options)
     stored.inspect(getattr(batches, "dataset", None))
     started = time.monotonic()
     stored.place(device)

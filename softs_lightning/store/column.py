@@ -71,6 +71,7 @@ class ColumnKey:
         """Read a description. Raises ``StoreFormatError`` for one that is damaged or of another version."""
         try:
             plain = json.loads(text)
+            plain.pop("modules", None)
             version = plain.pop("format")
             if version == FORMAT:
                 return cls(**plain)
@@ -85,11 +86,13 @@ class Column:
     Args:
         folder: the column's own.
         key: what it holds.
+        modules: the teacher's, see :func:`~softs_lightning.store.restored.modules_of`; they are noted beside the key.
     """
 
-    def __init__(self, folder: Folder, key: ColumnKey) -> None:
+    def __init__(self, folder: Folder, key: ColumnKey, modules: Sequence[Sequence[Any]] = ()) -> None:
         self.folder = folder
         self.key = key
+        self.modules = [list(entry) for entry in modules]
         self.encoding: Encoding = encoding(key.encoding)
         self.facts: dict[str, Any] | None = None
         self.shards: list[Shard] = []
@@ -111,10 +114,10 @@ class Column:
             raise RuntimeError(
                 "this column has samples that are not committed: call commit() before it is copied"
             )
-        return {"folder": self.folder, "key": self.key}
+        return {"folder": self.folder, "key": self.key, "modules": self.modules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], state["key"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -223,7 +226,8 @@ class Column:
     def _describe(self) -> None:
         if not self._described and not self.folder.has(DESCRIPTION):
             # Two processes may both come here; what they write is the same.
-            self.folder.write(DESCRIPTION, self.key.json().encode())
+            text = json.dumps({**json.loads(self.key.json()), "modules": self.modules}, sort_keys=True)
+            self.folder.write(DESCRIPTION, text.encode())
         self._described = True
 
     # -- what it amounts to ----------------------------------------------------------------------

@@ -147,7 +147,7 @@ def precompute(
 
     Args:
         path: of the store.
-        teacher: a module or a function that returns one.
+        teacher: a module, a function that returns one, or a :class:`~softs_lightning.teacher.Teacher`.
         pairs: those of the recipe.
         data: a ``LightningDataModule``, or the training ``DataLoader`` itself.
         device: where the teacher runs.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from softs_lightning.selectors import strip_wrappers
+from softs_lightning.names import strip_wrappers
 
 __all__ = ["differences", "feed_fingerprint", "teacher_fingerprint"]
 

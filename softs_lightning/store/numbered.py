@@ -29,6 +29,14 @@ class Sample:
         self.id = id
 
 
+class _Fetched:
+    """What a dataset gave for several indices at once."""
+
+    def __init__(self, items: Any, ids: list[str]) -> None:
+        self.items = items
+        self.ids = ids
+
+
 class _Carrier:
     """Mixed into a batch's own class: it carries its samples' ids, to another device and through a worker's queue."""
 
@@ -144,13 +152,22 @@ class Numbered(Dataset[Any]):
         self.collate_fn = collate_fn
         self.name = name
         self.seed = seed
+        if seed is None and hasattr(dataset, "__getitems__"):
+            self.__getitems__ = self._fetch  # the loader asks for whole batches where a dataset gives them
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def _id(self, index: int) -> str:
+        number = index if index >= 0 else len(self) + index
+        return f"{self.name}:{number}" if self.name else str(number)
+
+    def _fetch(self, indices: Sequence[int]) -> _Fetched:
+        return _Fetched(self.dataset.__getitems__(indices), [self._id(index) for index in indices])
+
     def __getitem__(self, index: int) -> Sample:
         number = index if index >= 0 else len(self) + index
-        id = f"{self.name}:{number}" if self.name else str(number)
+        id = self._id(index)
         if self.seed is None:
             return Sample(self.dataset[index], id)
         with _random_state_kept():
@@ -158,8 +175,10 @@ class Numbered(Dataset[Any]):
             _seed(int.from_bytes(key, "little"))
             return Sample(self.dataset[index], f"{id}@{self.seed}")
 
-    def collate(self, samples: list[Sample]) -> Any:
+    def collate(self, samples: list[Sample] | _Fetched) -> Any:
         """The loader's ``collate_fn``: what the dataset's own makes, with the ids attached."""
+        if isinstance(samples, _Fetched):
+            return carry(self.collate_fn(samples.items), samples.ids)
         return carry(self.collate_fn([sample.item for sample in samples]), [sample.id for sample in samples])
 
 

@@ -15,7 +15,7 @@ from softs_lightning.store.samples import Samples
 from softs_lightning.store.shard import Row
 from softs_lightning.store.tokens import Kept, restore, token_dims, trim
 
-__all__ = ["keep", "places", "put_together"]
+__all__ = ["keep", "look_up", "places", "put_together"]
 
 
 def keep(
@@ -73,6 +73,24 @@ def _row(column: Column, id: str, digest: bytes, value: Tensor) -> Row:
 
 def _is_view(part: Tensor) -> bool:
     return part.untyped_storage().nbytes() > part.nbytes
+
+
+def look_up(column: Column, samples: Samples, *, compare: bool) -> list[Row]:
+    """The rows of a batch's samples, all of which are there.
+
+    Raises:
+        SampleChangedError: with `compare`, for a sample that is not what it was when its products were computed.
+    """
+    rows = [column.row(id) for id in samples.ids]
+    if compare:
+        for row, digest in zip(rows, samples.digests, strict=True):
+            if row.digest != digest:
+                raise SampleChangedError(
+                    f"sample {row.id!r} is not what it was when its products were written to {column.folder}: a random "
+                    "augmentation (replay it with Numbered(dataset, seed=0), or give seed=), a dataset that changed or "
+                    "was reordered, or another tokenizer"
+                )
+    return rows
 
 
 def places(

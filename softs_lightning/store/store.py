@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from softs_lightning.names import nearest, strip_wrappers
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import nearest, strip_wrappers
 from softs_lightning.store.column import DESCRIPTION, Column, ColumnKey
 from softs_lightning.store.errors import MissingSampleError, StoreFormatError, StoreMismatchError
 from softs_lightning.store.fingerprint import differences
@@ -116,8 +116,9 @@ class ProductStore:
         for name in self.folder.names():
             folder = self.folder.child(name)
             if name not in self._columns and "." not in name[:1] and folder.has(DESCRIPTION):
-                key = ColumnKey.parse(folder.read(DESCRIPTION), f"{folder}/{DESCRIPTION}")
-                self._columns[name] = Column(folder, key)
+                text = folder.read(DESCRIPTION)
+                key = ColumnKey.parse(text, f"{folder}/{DESCRIPTION}")
+                self._columns[name] = Column(folder, key, json.loads(text).get("modules", ()))
 
     def find(
         self,
@@ -199,8 +200,28 @@ class ProductStore:
         origins = [column.key.origin for column in self._columns.values()]
         return not origins or origin in origins
 
-    def open(self, key: ColumnKey) -> Column:
-        """The column of this key, begun if it is not there.
+    def modules(self, *, identity: str | None = None, feed: str | None = None) -> list[list[Any]]:
+        """The modules of the teacher whose products are here.
+
+        Raises:
+            StoreMismatchError: when there is none such, or several that differ in their modules.
+        """
+        self._look()
+        columns = [c for c in self._columns.values() if identity is None or _is(c.key, "identity", identity)]
+        columns = [c for c in columns if feed is None or c.key.feed == feed]
+        if not columns:
+            there = "; ".join(sorted({_account(c.key) for c in self._columns.values()})) or "nothing yet"
+            asked = [f"identity {identity!r}"] * bool(identity) + [f"feed {feed!r}"] * bool(feed)
+            raise StoreMismatchError(
+                f"{self.folder} holds no products with {', '.join(asked) or 'any teacher'}: there is {there}"
+            )
+        if len({json.dumps(column.modules) for column in columns}) > 1:
+            there = "; ".join(sorted({_account(column.key) for column in columns}))
+            raise StoreMismatchError(f"{self.folder} holds several teachers: {there}. Choose with identity=")
+        return columns[0].modules
+
+    def open(self, key: ColumnKey, modules: Sequence[Sequence[Any]] = ()) -> Column:
+        """The column of this key, begun if it is not there, with the teacher's `modules` noted beside it.
 
         Raises:
             StoreMismatchError: in mode ``"write"`` when the store holds another teacher's or feed's products only.
@@ -210,7 +231,7 @@ class ProductStore:
         if self.mode == "write" and not self.knows(key.origin):
             raise self.foreign(key.origin)
         if key.name not in self._columns:
-            self._columns[key.name] = Column(self.folder.child(key.name), key)
+            self._columns[key.name] = Column(self.folder.child(key.name), key, modules)
             self._columns[key.name].refresh()
         return self._columns[key.name]
 
@@ -273,6 +294,7 @@ def _is(key: ColumnKey, what: str, asked: str) -> bool:
 def _account(key: ColumnKey) -> str:
     who = key.teacher.get("identity") or f"{key.teacher.get('class')} {str(key.teacher.get('weights'))[:8]}"
     extra = f", autocast {key.autocast}" if key.autocast else ""
+    extra += f", feed {key.feed}" if key.feed else ""
     return f"{key.encoding} of {who}{extra}" + (f", tokens {key.tokens}" if key.tokens != "all" else "")
 
 

@@ -7,6 +7,7 @@ will be read later, so that the first epoch sees the same numbers as all others.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from softs_lightning.catcher import Capture
+from softs_lightning.names import nearest
 from softs_lightning.product import ProductSpec
-from softs_lightning.selectors import nearest
-from softs_lightning.store.alone import refuse_dependent, single
+from softs_lightning.selectors import resolve_spec
+from softs_lightning.store.alone import prove_independent, single
 from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
-from softs_lightning.store.errors import MissingSampleError, SampleChangedError
+from softs_lightning.store.errors import MissingSampleError
 from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
 from softs_lightning.store.numbered import refuse_random
-from softs_lightning.store.restored import Absent, Restored
-from softs_lightning.store.rows import keep, places, put_together
+from softs_lightning.store.restored import Absent, Restored, modules_of, skeleton
+from softs_lightning.store.rows import keep, look_up, places, put_together
 from softs_lightning.store.samples import Ids, Samples, identify, named, recorded
 from softs_lightning.store.store import Mode, ProductStore, canonical, lacking
 from softs_lightning.store.tokens import Kept
@@ -63,7 +65,7 @@ class StoredTeacher(Teacher):
         shard_nbytes: what waits in memory is committed when it is so much,
         commit_seconds: or when it has waited so long.
         cache: where remote shards are kept once they were read.
-        options: `inputs`, `early_exit` and `copy`, as for :class:`~softs_lightning.teacher.Teacher`.
+        options: `inputs`, `early_exit`, `dtype` and others, as for :class:`~softs_lightning.teacher.Teacher`.
 
     Raises:
         StoreMismatchError: when placed or first used, for a teacher, product, encoding or feed that is not in the store.
@@ -121,6 +123,7 @@ class StoredTeacher(Teacher):
         self.absent = source is None
         self.path = os.fspath(path)
         self.encodings = _encodings(encoding)
+        self._encoded: dict[str, Encoding] = {}
         self.ids, self.seed = ids, seed
         self.feed = feed_fingerprint(feed)
         self.mask, self.fill = mask, float(fill)
@@ -131,13 +134,34 @@ class StoredTeacher(Teacher):
         self.seen = self.computed = 0
         self.store: ProductStore | None = None
         self._fingerprint: dict[str, Any] | None = None
+        self._modules_noted: list[list[Any]] = []
         self._device: torch.device | None = None
         self._columns: dict[tuple[str, str | None], Column] = {}
         self._given: tuple[Any, Call] | None = None
         self._kept: Tensor | None = None
         self._proven: set[str] = set()
+        self._resolved: dict[ProductSpec, ProductSpec] = {}
+
+    @classmethod
+    def around(cls, teacher: Teacher, path: str | os.PathLike[str], **options: Any) -> StoredTeacher:
+        """A stored teacher in place of a live one, with its options (`inputs`, `early_exit`, `dtype` and so on).
+
+        >>> live = Teacher(nn.Linear(2, 2), inputs=lambda batch: batch["x"], early_exit=False)
+        >>> stored = StoredTeacher.around(live, "products", encoding="fp16")
+        >>> stored.source is live.source, stored.inputs is live.inputs, stored.early_exit
+        (True, True, False)
+        """
+        names = list(inspect.signature(Teacher.__init__).parameters)[2:]  # behind self and source
+        return cls(teacher.source, path, **{name: getattr(teacher, name) for name in names}, **options)
 
     # -- the life of a teacher -------------------------------------------------------------------
+
+    def build(self) -> nn.Module:
+        """The live teacher; without one, a skeleton with the module names of the one that filled the store."""
+        if not self.absent:
+            return super().build()
+        store = ProductStore(self.path, mode="read", cache=self.cache)
+        return skeleton(store.modules(identity=self.identity, feed=self.feed or None))
 
     def place(
         self,
@@ -150,10 +174,18 @@ class StoredTeacher(Teacher):
         self._device = None if device is None else torch.device(device)
         try:
             self.store = ProductStore(self.path, mode=self.mode, cache=self.cache)
+            for product, kept in self.encodings.items():
+                names = canonical(self._resolve(ProductSpec.parse(product))) if product else [""]
+                self._encoded.update(dict.fromkeys(names, kept))
             if not self.absent:
                 assert self.module is not None
+                if self.program is not None and not self.identity:
+                    raise ValueError(
+                        "a teacher with a program is more than its weights: say who it is with identity='name and version'"
+                    )
                 by_hand = {"identity": self.identity} if self.identity else None
                 self._fingerprint = by_hand or teacher_fingerprint(self.module)
+                self._modules_noted = modules_of(self.module)
                 if self.mode != "add" and not self.store.knows(self._origin()):
                     raise self.store.foreign(self._origin())
         except BaseException:
@@ -165,7 +197,7 @@ class StoredTeacher(Teacher):
             self.commit()
         finally:
             self.store = self._fingerprint = self._device = self._given = self._kept = None
-            self._columns, self._proven = {}, set()
+            self._columns, self._proven, self._resolved, self._encoded = {}, set(), {}, {}
             super().release()
 
     def commit(self) -> int:
@@ -185,15 +217,13 @@ class StoredTeacher(Teacher):
 
     def check(self, spec: ProductSpec) -> None:
         """Raise ``KeyError`` for a name that is not in the teacher, ``StoreMismatchError`` for what cannot be read."""
-        names = canonical(spec)
-        for product in self.encodings:
-            if product and product not in names:
-                close = nearest(product, names) or names
-                raise KeyError(
-                    f"encoding= names {product}, which no pair asks for: they ask for {', '.join(close)}"
-                )
         if not self.absent:
             super().check(spec)
+        names = canonical(self._resolve(spec))
+        for product in self._encoded:
+            if product and product not in names:
+                close = ", ".join(nearest(product, names) or names)
+                raise KeyError(f"encoding= names {product}, which no pair asks for: they ask for {close}")
         if self.mode == "read":
             assert self.store is not None
             for name in names:
@@ -203,7 +233,7 @@ class StoredTeacher(Teacher):
         return {"teacher": self._fingerprint, "feed": self.feed}
 
     def _choice(self, product: str) -> dict[str, Any]:
-        wanted = self.encodings.get(product, self.encodings.get(""))
+        wanted = self._encoded.get(product, self._encoded.get(""))
         return {
             "origin": None if self.absent else self._origin(),
             "encoding": None if wanted is None else wanted.name,
@@ -231,6 +261,7 @@ class StoredTeacher(Teacher):
             SampleChangedError: when a sample is not what it was when its products were computed.
         """
         self._require()
+        asked, spec = spec, self._resolve(spec)
         columns = {name: self._column(name) for name in canonical(spec)}
         args, kwargs = self.arguments(batch)
         arguments = named(args, kwargs)
@@ -246,11 +277,11 @@ class StoredTeacher(Teacher):
         self.seen += len(samples)
         self._commit_if_due()
         device = self._device or _device(arguments)
-        return Restored(spec, {name: value.to(device) for name, value in values.items()})
+        return Restored(asked, {name: value.to(device) for name, value in values.items()}, self._resolve)
 
     def touch(self, batch: Any, spec: ProductSpec) -> int:
         """Read ahead what the store has of `batch`, for :class:`~softs_lightning.store.Prefetch`; returns how many it found."""
-        columns = [self._column(name) for name in canonical(spec)]
+        columns = [self._column(name) for name in canonical(self._resolve(spec))]
         arguments = named(*self.arguments(batch))
         samples = identify(batch, arguments, self.ids, mask=self.mask, seed=self.seed)
         found = 0
@@ -275,6 +306,12 @@ class StoredTeacher(Teacher):
             f"{self.path} has no samples of {', '.join(p for p, _ in self._columns)} yet"
         )
 
+    def _resolve(self, spec: ProductSpec) -> ProductSpec:
+        """`spec` with the names that its selectors mean in the teacher."""
+        if spec not in self._resolved:
+            self._resolved[spec] = resolve_spec(self._require()[0], spec)
+        return self._resolved[spec]
+
     def _column(self, product: str) -> Column:
         """The column of a product: one that is there or, where that may be, a new one."""
         assert self.store is not None
@@ -291,13 +328,16 @@ class StoredTeacher(Teacher):
                         product=product,
                         encoding=choice["encoding"] or "exact",
                         tokens=choice["tokens"],
-                    )
+                    ),
+                    self._modules_noted,
                 )
             self._columns[product, autocast] = column
         return self._columns[product, autocast]
 
     def _autocast(self) -> str | None:
         device = "cpu" if self._device is None else self._device.type
+        if self.dtype is not None:
+            return None  # it runs in its own type, outside autocast
         if not torch.is_autocast_enabled(device):
             return None
         return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -324,26 +364,20 @@ class StoredTeacher(Teacher):
     def _prove_independent(self, spec: ProductSpec, values: Sequence[Any], count: int) -> None:
         """Once for each product: run one sample alone, and see that it is what it was in the batch."""
         assert self._given is not None
-        call, index, marker = self._given[1], count // 2, object()
-        self._given = marker, single(call, count, index)
-        try:
-            alone = super().supply(marker, spec).select(spec)
-        except Exception as error:
-            raise ValueError(
-                f"the teacher cannot be run on one sample of the batch ({error}), which would show whether its products "
-                "depend on the others: check='none' leaves this out"
-            ) from error
-        for name, ours, theirs in zip(canonical(spec), values, alone, strict=True):
-            if isinstance(ours, Tensor) and ours.ndim and len(ours) == count:
-                refuse_dependent(name, ours, theirs, index, lowered=self._autocast() is not None)
-        self._proven.update(canonical(spec))
+        call, marker = self._given[1], object()
+
+        names = canonical(spec)
+
+        def alone(index: int) -> dict[str, Any]:
+            self._given = marker, single(call, count, index)
+            return dict(zip(names, Teacher.supply(self, marker, spec).select(spec), strict=True))
+
+        together = dict(zip(names, values, strict=True))
+        prove_independent(together, alone, count, lowered=self._autocast() is not None)
+        self._proven.update(together)
 
     def _restore(self, column: Column, samples: Samples) -> Tensor:
-        rows = [column.row(id) for id in samples.ids]
-        if self.compares:
-            for row, digest in zip(rows, samples.digests, strict=True):
-                if row.digest != digest:
-                    raise SampleChangedError(_changed(self.path, row.id))
+        rows = look_up(column, samples, compare=self.compares)
         where = places(column, rows, samples, self.keep)
         if where is not None and samples.mask is not None:
             self._kept = torch.zeros(samples.mask.shape, dtype=torch.bool)
@@ -394,15 +428,8 @@ def _encodings(choice: Encodings) -> dict[str, Encoding]:
         return {}
     if not isinstance(choice, Mapping):
         return {"": encoding(choice)}
-    return {one: encoding(name) for product, name in choice.items() for one in canonical(product)}
+    return {str(ProductSpec.parse(product)): encoding(name) for product, name in choice.items()}
 
 
 def _device(arguments: Mapping[str, Any]) -> torch.device:
     return next((v.device for v in arguments.values() if isinstance(v, Tensor)), torch.device("cpu"))
-
-
-def _changed(where: str, id: str) -> str:
-    return (
-        f"sample {id!r} is not what it was when its products were written to {where}: a random augmentation (replay it "
-        "with Numbered(dataset, seed=0), or give seed=), a dataset that changed or was reordered, or another tokenizer"
-    )

@@ -5,6 +5,7 @@ device, a fake-tensor mode, a CUDA stream, ...) holds in its blocks as well, and
 copy, what a block sets up never reaches the model.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -79,6 +80,7 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     return set_up
 
 
+@functools.cache
 def _device_types() -> set[str]:
     kinds = {"cpu"}
     accelerator = torch.accelerator.current_accelerator()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from softs_lightning.tracing.capture import FunctionBody
+from softs_lightning.tracing.invoke import Outcome
 from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
@@ -148,7 +149,13 @@ class Envoy:
         return ScanningTracer(self, None, *args, **kwargs)
 
     def run(
-        self, program: Callable[..., Any], /, *args: Any, method: str | None = None, **kwargs: Any
+        self,
+        program: Callable[..., Any],
+        /,
+        *args: Any,
+        method: str | None = None,
+        scan: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Run a function as the block of a trace, and return what it saved.
 
@@ -156,10 +163,12 @@ class Envoy:
             program: called as ``program(envoy)`` or ``program(envoy, tracer)``.
             args: what the module is called with.
             method: the name of a method to call in place of the module, such as ``"generate"``.
+            scan: whether to run under fake tensors, as `scan` does.
             kwargs: what the module is called with.
 
         Returns:
-            What it saved by ``save(value, name)``, and the items of a mapping that it returned.
+            What it saved by ``save(value, name)``, and the items of a mapping that it returned, with the values
+            of functions decorated with ``@tracer.invoke(...)`` in place of their `Outcome`.
 
         Raises:
             TypeError: it returned something else.
@@ -175,7 +184,7 @@ class Envoy:
         ...     model.run(program, torch.ones(1, 2))
         {'activation': tensor([[0., 0., 0.]])}
         """
-        tracer = InterleavingTracer(self, method, *args, **kwargs)
+        tracer = (ScanningTracer if scan else InterleavingTracer)(self, method, *args, **kwargs)
         body = FunctionBody(program, (self, tracer))
         try:
             named = tracer._execute(body)
@@ -188,7 +197,8 @@ class Envoy:
             )
         if both := named.keys() & returned.keys():
             raise ValueError(f"{program!r} both saved and returned {', '.join(sorted(both))}")
-        return {**named, **returned}
+        values = {name: each.value if isinstance(each, Outcome) else each for name, each in returned.items()}
+        return {**named, **values}
 
     # The tree.
 

@@ -480,6 +480,32 @@ def test_a_program_runs_along_a_method(model, net):
     assert torch.equal(found["step 0"], net.second(torch.tanh(net.first(X))))
 
 
+def test_a_program_averages_over_two_inputs(model):
+    def program(model, tracer):
+        @tracer.invoke(X)
+        def whole():
+            return model.first.output
+
+        @tracer.invoke(X * 3)
+        def other():
+            save(model.first.output * 0.5, "half")
+
+        return {"whole": whole}
+
+    found = model.run(program)
+    assert torch.equal(found["whole"], model.first(X))
+    assert torch.equal(found["half"], model.first(X * 3) * 0.5)
+
+
+def test_a_program_is_scanned(model):
+    found = model.run(lambda model: {"width": model.second.output.shape[-1]}, X, scan=True)
+    steps = model.run(
+        lambda model: {"shape": model.second.output.shape}, X, scan=True, method="generate", steps=1
+    )
+    assert found == {"width": 2}
+    assert steps == {"shape": (2, 2)}
+
+
 def test_programs_that_return_something_else_or_the_same_twice_are_refused(model):
     with pytest.raises(TypeError, match="returned a Tensor; return a mapping"):
         model.run(lambda model: model.first.output, X)
