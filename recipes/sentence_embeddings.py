@@ -141,6 +141,7 @@ class SentenceEncoder(L.LightningModule):
         self.encoder.config.num_hidden_layers = len(layers)
         self.encoder.pooler = None
         self.encoder.embeddings.requires_grad_(False)
+        self.encoder.train()  # from_pretrained leaves models without dropout, which SimCSE lives on
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         return self.encoder(input_ids=input_ids, attention_mask=attention_mask)

@@ -10,6 +10,7 @@ whose state is not restored yet, and joins the training step; ``teardown`` or ``
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class DistillationCallback(Callback):
         every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
         manual: for modules with manual optimization: their ``training_step`` adds
             ``distillation_loss(batch)`` to its own loss.
-        validate: run the teacher on validation batches too, and report there each term as
+        validate: run the teacher on the validation batches of the fit too, and report there each term as
             ``<name>/val/<pair>`` and how alike both sides are as ``<name>/val/<pair>/<metric>``.
         balance: find factors for the terms in training, see :mod:`softs_lightning.balancing`.
         example_batch: a batch for the dry run that finds the sizes of ``projector="linear"``; by
@@ -293,6 +294,13 @@ class DistillationCallback(Callback):
         return self._share.now(batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._share is not None and (failure := self._share.failed_first()) is not None:
+            # A warning only: under 16-bit precision the gradient scaler skips such steps.
+            warnings.warn(
+                f"distillation {self.name!r}: the loss of {', '.join(map(repr, failure[0]))} was infinite or nan in step "
+                f"{failure[1]}, and perhaps after it",
+                stacklevel=2,
+            )
         if isinstance(self._share, ManualDistillation) and not self._share.asked:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} optimizes manually and its training_step never called "

@@ -45,6 +45,7 @@ PAIR_OPTIONS = (
     "mask",
     "schedules",
     "metrics",
+    "over_ranks",
 )
 """What a pair in a recipe may say."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +68,8 @@ class Pair:
             rank's average counts alike, as it does for the user's own loss.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
-    otherwise a difference in shape is an error, never broadcast.
+    otherwise a difference in shape is an error, never broadcast. One that sets ``together = True`` is
+    given all activations of the pair at once, as a tuple a side (FSP, ReviewKD).
 
     Raises:
         ValueError: when a product_id is not understood or selects nothing, when the two select
@@ -232,6 +233,7 @@ class BoundPair(nn.Module):
             for name, schedule in pair.schedules.items()
         }
         self.same_shape = bool(getattr(pair.loss, "same_shape", True))
+        self.together = bool(getattr(pair.loss, "together", False))
         self.wants = _optional_arguments(pair.loss)
         self.projectors = nn.ModuleList()
         if isinstance(pair.projector, nn.Module):
@@ -281,24 +283,32 @@ class BoundPair(nn.Module):
             [self._tensor(v, f"the student's {w}") for v, w in zip(student, where, strict=True)]
         )
         theirs = [self._tensor(v, f"the teacher's {w}") for v, w in zip(teacher, there, strict=True)]
-        total: Tensor | None = None
         for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
             if self.same_shape and mine.shape != its.shape:
                 raise ValueError(self._unlike(mine, its, where[i], there[i]))
-            with torch.autocast(mine.device.type, enabled=False):
-                dtype = torch.promote_types(torch.promote_types(mine.dtype, its.dtype), torch.float32)
-                raised = mine.to(dtype), its.to(mine.device, dtype)
-                extras = self._extras(mine, batch)
-                term = self.loss(*raised, **extras)
-                if self.pair.over_ranks:
-                    term = term * _share_of_ranks(extras.get("mask"), mine)
-            total = term if total is None else total + term
-        assert total is not None
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise TypeError(
-                f"pair {self.pair.name!r}: the loss returned {describe(total)}, not a scalar tensor"
+        if self.together:
+            return self._term(ours, theirs, batch)
+        terms = [self._term([mine], [its], batch) for mine, its in zip(ours, theirs, strict=True)]
+        return sum(terms[1:], start=terms[0])
+
+    def _term(self, ours: Sequence[Tensor], theirs: Sequence[Tensor], batch: Any) -> Tensor:
+        """The loss of one activation with one, or of all with all, in float32 at least."""
+        device = ours[0].device
+        dtype = reduce(torch.promote_types, (t.dtype for t in (*ours, *theirs)), torch.float32)
+        with torch.autocast(device.type, enabled=False):
+            mine, its = (tuple(t.to(device, dtype) for t in side) for side in (ours, theirs))
+            extras = self._extras(ours[0], batch)
+            term: Any = (
+                self.loss(mine, its, **extras) if self.together else self.loss(mine[0], its[0], **extras)
             )
-        return total.reshape(())
+            if not isinstance(term, Tensor) or term.numel() != 1:
+                raise TypeError(
+                    f"pair {self.pair.name!r}: the loss returned {describe(term)}, not a scalar tensor"
+                )
+            if self.pair.over_ranks:
+                term = term * _share_of_ranks(extras.get("mask"), ours[0])
+        scalar: Tensor = term.reshape(())
+        return scalar
 
     def _tensor(self, value: Any, what: str) -> Tensor:
         if isinstance(value, Tensor):

@@ -90,10 +90,13 @@ class Distillation:
         self.catcher = ModelIOCatcher(student, copy=copy)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
+        self._step = 0
+        self._failed: dict[str, Tensor] = {}
 
     def active(self) -> Active:
         """The pairs that are on in this step, with their weights; their losses' settings are brought up to date."""
         step, epoch = self.clock()
+        self._step = step
         if step % self.every_n_steps:
             return []
         weighted = [(bound, bound.set_to(step, epoch)) for bound in self.pairs]
@@ -137,7 +140,7 @@ class Distillation:
             terms, activations = self._terms(products, batch)
             balanced = terms
             if self.balance is not None:
-                balanced = self.balance(terms, activations, task, self.clock()[0])
+                balanced = self.balance(terms, activations, task, self._step)
             for bound, weight in products.active:
                 weighted = weight * balanced[bound.pair.name]
                 total = weighted if total is None else total + weighted
@@ -161,7 +164,23 @@ class Distillation:
                 prove_loss(bound, terms[name])
                 self._proven.add(name)
             activations[name] = ours
+            self._note_failure(name, terms[name].detach())
         return terms, activations
+
+    def _note_failure(self, name: str, term: Tensor) -> None:
+        # Kept on the device: looking at it in every step would make an accelerator wait.
+        now = torch.where(torch.isfinite(term), torch.inf, float(self._step))
+        before = self._failed.get(name)
+        self._failed[name] = now if before is None else torch.minimum(before, now)
+
+    def failed_first(self) -> tuple[list[str], int] | None:
+        """The pairs whose term was first to be infinite or no number, and in which step, since this was last asked."""
+        steps = {name: float(step) for name, step in self._failed.items()}
+        self._failed.clear()
+        first = min(steps.values(), default=float("inf"))
+        if first == float("inf"):
+            return None
+        return [name for name, step in steps.items() if step == first], int(first)
 
     def _with_idle_parameters(self, total: Tensor | None, terms: Mapping[str, Tensor]) -> Tensor | None:
         """DDP waits for the gradient of every parameter, also of a projector whose term is off: it gets zeros."""

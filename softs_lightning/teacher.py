@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
+from softs_lightning.lending import borrow
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import has_selector, resolve_spec
 from softs_lightning.transfer import map_tensors, transfer_to_device
@@ -162,7 +162,7 @@ class Teacher:
         Args:
             device: where it runs and where its products end up; ``None`` leaves it where it is.
             convert: a precision plugin's ``convert_module``. A module that the user handed over is
-                copied first if this would change its dtype, which could not be undone.
+                copied first if this would change its dtype or its layers, which could not be undone.
             student: refused if it shares a parameter with the teacher, since freezing would stop
                 its training.
 
@@ -177,10 +177,10 @@ class Teacher:
             _refuse_shared(module, student)
         _refuse_meta(module)
         ours = module is not self.source
-        if not ours and convert is not None and _changes_dtype(module, convert):
+        if not ours and convert is not None and _changes(module, convert):
             module, ours = copy.deepcopy(module), True
         # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
-        self._give_back = _borrow(module, move=not ours)
+        self._give_back = borrow(module, move=not ours)
         try:
             module.requires_grad_(False).eval()
             if device is not None:
@@ -398,10 +398,12 @@ def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
             )
 
 
-def _changes_dtype(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
-    probe = nn.Linear(1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-    before = probe.weight.dtype
-    return any(p.dtype != before for p in convert(probe).parameters())
+def _changes(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
+    """Whether a precision plugin gives a module like this one other types of numbers, or of layers."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    probe = nn.Sequential(nn.Linear(1, 1, dtype=dtype))
+    before = [(type(m), [p.dtype for p in m.parameters()]) for m in probe.modules()]
+    return before != [(type(m), [p.dtype for p in m.parameters()]) for m in convert(probe).modules()]
 
 
 def _refuse_meta(module: nn.Module) -> None:
@@ -411,47 +413,3 @@ def _refuse_meta(module: nn.Module) -> None:
                 f"the teacher's {name!r} is on the meta device, so it has no values: load the weights first, or "
                 "give a factory that does"
             )
-
-
-@dataclass
-class _Loan:
-    """How many teachers use a module now, and how to give it back when the last of them is done."""
-
-    count: int
-    give_back: Callable[[], None]
-
-
-_LOANS: WeakKeyDictionary[nn.Module, _Loan] = WeakKeyDictionary()
-
-
-def _borrow(module: nn.Module, *, move: bool) -> Callable[[], None]:
-    """Note the state of a user's module; calling what is returned puts it back, once nobody else uses it."""
-    loan = _LOANS.get(module)
-    if loan is None:
-        loan = _LOANS[module] = _Loan(0, _remember(module, move))
-    loan.count += 1
-
-    def give_back() -> None:
-        loan.count -= 1
-        if loan.count == 0:
-            _LOANS.pop(module, None)
-            loan.give_back()
-
-    return give_back
-
-
-def _remember(module: nn.Module, move: bool) -> Callable[[], None]:
-    """Note modes, flags and devices of a module; the function returned puts them back."""
-    modes = [(m, m.training) for m in module.modules()]
-    flags = [(p, p.requires_grad) for p in module.parameters()]
-    devices = {t.device for t in [*module.parameters(), *module.buffers()]}
-
-    def give_back() -> None:
-        if move and len(devices) == 1:
-            module.to(next(iter(devices)))
-        for m, training in modes:
-            m.training = training
-        for p, requires_grad in flags:
-            p.requires_grad_(requires_grad)
-
-    return give_back

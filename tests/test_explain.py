@@ -73,7 +73,9 @@ def test_the_text_holds_all_of_it() -> None:
     assert "student  DigitsStudent, 1,898 parameters" in text
     assert "pair scores: KLDivergence, weight 0.9, no projector" in text
     saved = 100 * REST / (TRUNK + EARLY + REST)
-    assert text.splitlines()[-1].endswith(f"{saved:.1f} % saved.")
+    stop, how = text.splitlines()[-2:]
+    assert stop.endswith(f"{saved:.1f} % saved.")
+    assert how.startswith("Found by a scan of the teacher")
 
 
 def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:

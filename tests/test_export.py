@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,42 @@ def test_transformers_students_go_to_a_directory(tmp_path: Path) -> None:
         save_student(student, tmp_path / "other")
     with pytest.raises(ValueError, match="no part of it has either"):
         save_student(nn.Linear(1, 1), tmp_path / "other")
+
+
+PLAIN = """
+import sys
+sys.modules["softs_lightning"] = None  # not installed
+import lightning as L, torch
+from torch import nn
+
+class Student(L.LightningModule):
+    def __init__(self, width=6, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+
+folder = sys.argv[1]
+fresh = Student()
+fresh.load_state_dict(torch.load(folder + "/student.pt", weights_only=True), strict=True)
+loaded = Student.load_from_checkpoint(folder + "/run.ckpt", strict=True, weights_only=True)
+assert all(map(torch.equal, fresh.parameters(), loaded.parameters()))
+torch.save([p.detach() for p in loaded.parameters()], folder + "/read.pt")
+"""
+
+
+@pytest.mark.slow
+def test_files_are_read_where_this_package_is_not_installed(tmp_path: Path) -> None:
+    student = make_student()
+    fit = trainer(DistillationCallback(make_teacher(), [hidden()]))
+    fit.fit(student, loader())
+    fit.save_checkpoint(tmp_path / "run.ckpt")
+    save_student(student, tmp_path / "student.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    read = torch.load(tmp_path / "read.pt", weights_only=True)
+    assert all(map(torch.equal, read, student.parameters()))
 
 
 def test_a_full_disk_leaves_the_earlier_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

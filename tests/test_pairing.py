@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from softs_lightning import Pair
+from softs_lightning.losses import FSP
 from softs_lightning.pairing import BoundPair
 
 MSE = nn.MSELoss()
@@ -212,3 +213,11 @@ def test_trainable_losses_become_part_of_what_is_trained() -> None:
 
 def test_the_default_name_is_the_students_product() -> None:
     assert Pair("outputs[a]|inputs[b]", "inputs[c#0]|outputs[d]", MSE).name == "c#0+d"
+
+
+def test_a_loss_that_takes_all_activations_together() -> None:
+    maps = [torch.randn(2, 3, 4, 4), torch.randn(2, 5, 4, 4)]
+    theirs = [torch.randn(2, 3, 4, 4), torch.randn(2, 5, 4, 4)]
+    bound = BoundPair(Pair("outputs[a|b]", "outputs[c|d]", FSP()))
+    flow = [torch.einsum("bchw,bdhw->bcd", *side) / 16 for side in (maps, theirs)]
+    torch.testing.assert_close(bound(maps, theirs, None), ((flow[0] - flow[1]) ** 2).mean())

@@ -192,6 +192,24 @@ def test_an_in_place_teacher_can_be_copied() -> None:
     assert torch.equal(teacher.supply(x, ProductSpec.parse("outputs[a]")).select()[0], model.a(x))
 
 
+def test_a_teacher_whose_layers_the_precision_replaces_is_copied_first() -> None:
+    class Other(nn.Linear):
+        """What a quantising plugin puts in place of a layer."""
+
+    def convert(module: nn.Module) -> nn.Module:
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, Other(child.in_features, child.out_features))
+        return module
+
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    teacher = Teacher(module)
+    teacher.place("cpu", convert)
+    assert teacher.module is not None
+    assert type(teacher.module[0]) is Other  # type: ignore[index]
+    assert type(module[0]) is nn.Linear
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"])
 def test_a_teacher_in_a_type_of_its_own(dtype: torch.dtype | str) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).train()

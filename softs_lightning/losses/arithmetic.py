@@ -44,6 +44,7 @@ class DistillationLoss(nn.Module):
     """Base of the losses here. The class attributes say what ``check_loss`` may expect.
 
     - ``same_shape``: student and teacher must have one shape; anything else is a ``ValueError``.
+    - ``together``: is given all activations of a pair at once, as a tuple a side.
     - ``divergence``: never negative, and zero with a zero gradient where the student equals the teacher.
     - ``logits``: reads logits over the last dimension: shifting a row changes nothing, infinite entries
       are allowed.
@@ -52,6 +53,7 @@ class DistillationLoss(nn.Module):
     """
 
     same_shape: ClassVar[bool] = True
+    together: ClassVar[bool] = False
     divergence: ClassVar[bool] = True
     logits: ClassVar[bool] = False
     row_mean: ClassVar[bool] = True

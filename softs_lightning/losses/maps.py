@@ -279,6 +279,7 @@ class FSP(DistillationLoss):
     """
 
     same_shape: ClassVar[bool] = False
+    together: ClassVar[bool] = True
 
     def forward(self, student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
         return flow_of_solution(student, teacher)

@@ -269,6 +269,7 @@ class ReviewKD(DistillationLoss):
     """
 
     same_shape: ClassVar[bool] = False
+    together: ClassVar[bool] = True
     divergence: ClassVar[bool] = False
     row_mean: ClassVar[bool] = False
 

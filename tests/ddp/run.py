@@ -90,6 +90,10 @@ class Share(Sampler[int]):
 
 
 class Data(L.LightningDataModule):
+    def __init__(self, rows: int = 48) -> None:
+        super().__init__()
+        self.rows = rows
+
     def _loader(self, n: int) -> Any:
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(48, 4, generator=generator, dtype=torch.float64)[:n]
@@ -99,7 +103,7 @@ class Data(L.LightningDataModule):
         return DataLoader(TensorDataset(x, y), batch_size=8 // world, sampler=Share(n, rank, world))
 
     def train_dataloader(self) -> Any:
-        return self._loader(48)
+        return self._loader(self.rows)
 
     def val_dataloader(self) -> Any:
         return self._loader(24)
@@ -138,6 +142,8 @@ def pairs(scenario: str) -> list[Pair]:
     )
     logits = Pair("outputs[2]", "outputs[net.2]", nn.MSELoss(), name="logits")
     side = Pair("outputs[1]", "outputs[side]", nn.MSELoss(), name="side")
+    if scenario == "uneven":
+        return [logits]
     return [hidden, logits, side] if scenario == "side" else [hidden, logits]
 
 
@@ -192,7 +198,12 @@ def train(
         callbacks=[callback, checkpoint, *([Kill()] if scenario == "killed" else [])],
     )
     try:
-        trainer.fit(student, datamodule=Data(), ckpt_path=resume, weights_only=True if resume else None)
+        trainer.fit(
+            student,
+            datamodule=Data(46 if scenario == "uneven" else 48),
+            ckpt_path=resume,
+            weights_only=True if resume else None,
+        )
     except RuntimeError as error:
         if scenario != "idle":
             raise

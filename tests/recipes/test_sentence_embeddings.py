@@ -29,11 +29,13 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
         "recipe=sentence-embeddings",
         "seeds=[0]",
         "trainer.limit_train_batches=3",
+        "trainer.log_every_n_steps=1",
         "trainer.enable_progress_bar=false",
         folder=tmp_path,
         cache=tmp_path,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     assert "The teacher stops at encoder.layer.3 (33.4 % of its FLOPs saved)." in done.stdout
     folder = run_folder(tmp_path, "sentence-embeddings")
     alone, distilled = scores((folder / "report.md").read_text())[0]
@@ -77,6 +79,18 @@ def test_the_student_starts_as_the_teachers_layers(teacher: torch.nn.Module) -> 
         prefix = next((p for p in place if name.startswith(p)), "")
         assert torch.equal(value, theirs[name.replace(prefix, place.get(prefix, ""), 1)]), name
     assert sum(name.startswith("encoder.layer.") for name in own) == 32
+
+
+def test_the_contrast_is_that_of_two_different_dropouts(data: recipe.Prose) -> None:
+    student = recipe.SentenceEncoder(layers=(0,))
+    batch = data.encode(data.train[:4])
+    torch.manual_seed(0)
+    loss = student.contrast(batch)
+    torch.manual_seed(0)
+    once, again = (recipe.embed(student, batch).double() for _ in range(2))
+    assert not torch.allclose(once, again, atol=1e-3)
+    terms = (once @ again.T / 0.05).softmax(dim=1).diagonal().log()
+    assert loss.item() == pytest.approx(-terms.mean().item(), abs=1e-5)
 
 
 def test_the_parts_of_the_text_are_disjoint_and_complete(data: recipe.Prose) -> None:
