@@ -19,6 +19,10 @@ MASKS = {
 }
 
 
+def together(rows: list[Tensor], *arguments: Any) -> Tensor:
+    return restore(iter(rows), [row.shape for row in rows], *arguments)
+
+
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("shape", [(3, 5, 2), (3, 5), (3, 2, 5, 5), (3, 2, 5, 7), (3, 5, 2, 7)])
 def test_tokens_come_back_where_they_were(masks: str, shape: tuple[int, ...]) -> None:
@@ -26,7 +30,7 @@ def test_tokens_come_back_where_they_were(masks: str, shape: tuple[int, ...]) ->
     value = torch.randn(shape)
     dims = token_dims(shape, mask.shape)
     rows = [trim(own, keep, dims) for own, keep in zip(value, mask, strict=True)]
-    back = restore(rows, [keep.nonzero().squeeze(1) for keep in mask], 5, dims, torch.float32, float("nan"))
+    back = together(rows, [keep.nonzero().squeeze(1) for keep in mask], 5, dims, torch.float32, float("nan"))
     expected = value.clone()
     for sample, keep in enumerate(mask):
         for dim in dims:
@@ -55,19 +59,31 @@ def test_the_dimensions_of_tokens_are_told_from_the_shapes(
 
 def test_rows_may_have_a_wider_type_than_they_were_kept_in() -> None:
     row = torch.randn(2, 3).half()
-    back = restore([row], [torch.tensor([0, 1])], 3, (0,), torch.float32, 0.0)
+    back = together([row], [torch.tensor([0, 1])], 3, (0,), torch.float32, 0.0)
     assert torch.equal(back[0, :2], row.float())
     assert torch.equal(back[0, 2], torch.zeros(3))
 
 
 def test_integers_are_padded_with_zero() -> None:
-    back = restore([torch.tensor([7])], [torch.tensor([1])], 2, (0,), torch.int64, float("nan"))
+    back = together([torch.tensor([7])], [torch.tensor([1])], 2, (0,), torch.int64, float("nan"))
     assert back.tolist() == [[0, 7]]
 
 
-def test_activations_without_tokens_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"differ in shape: \(2,\), \(3,\)"):
-        restore([torch.ones(2), torch.ones(3)], None, 0, (), torch.float32, 0.0)
+@pytest.mark.parametrize(
+    ("rows", "places", "dims", "shapes"),
+    [
+        ([torch.ones(2), torch.ones(3)], None, (), r"\(2,\), \(3,\)"),
+        (
+            [torch.ones(2, 1), torch.ones(1, 5)],
+            [torch.tensor([0, 1]), torch.tensor([2])],
+            (0,),
+            r"\(4, 1\), \(4, 5\)",
+        ),
+    ],
+)
+def test_activations_must_agree_but_for_their_tokens(rows: Any, places: Any, dims: Any, shapes: str) -> None:
+    with pytest.raises(ValueError, match=f"differ in shape: {shapes}"):
+        together(rows, places, 4, dims, torch.float32, 0.0)
 
 
 # -- a share of the tokens -------------------------------------------------------------------------

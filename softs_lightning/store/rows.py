@@ -126,7 +126,7 @@ def put_together(
 ) -> Tensor:
     """The batch of a product from its rows, padded as this batch is, on the CPU."""
     assert column.facts is not None
-    values = [column.encoding.decode(row.parts, row.shape) for row in rows]
+    values = (column.encoding.decode(row.parts, row.shape) for row in rows)
     tokens = 0 if samples.mask is None else samples.mask.shape[1]
     dtype: torch.dtype = getattr(torch, column.facts["dtype"])
-    return restore(values, where, tokens, column.facts["dims"], dtype, fill)
+    return restore(values, [row.shape for row in rows], where, tokens, column.facts["dims"], dtype, fill)

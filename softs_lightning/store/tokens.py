@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,8 @@ def trim(value: Tensor, mask: Tensor | None, dims: Sequence[int]) -> Tensor:
 
 
 def restore(
-    values: Sequence[Tensor],
+    values: Iterable[Tensor],
+    shapes: Sequence[Sequence[int]],
     places: Sequence[Tensor] | None,
     tokens: int,
     dims: Sequence[int],
@@ -85,7 +86,8 @@ def restore(
     """A batch from its samples' activations.
 
     Args:
-        values: one a sample, without padding.
+        values: one a sample, without padding; drawn one by one, so that each may be forgotten before the next.
+        shapes: theirs.
         places: for each sample where its tokens stand; ``None`` when the activations have no tokens.
         tokens: the length of the batch.
         dims: the token dimensions of a sample.
@@ -93,38 +95,35 @@ def restore(
         fill: what stands where there is no token; integers and booleans get zero.
 
     Raises:
-        ValueError: when activations without tokens differ in shape.
+        ValueError: when activations differ in shape, apart from their numbers of tokens.
     """
-    if not dims or places is None:
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"these samples' activations differ in shape: {', '.join(map(str, sorted(shapes)))}"
-            )
-        batch = torch.empty(len(values), *values[0].shape, dtype=dtype)
+    dims = () if places is None else dims
+    padded = {tuple(tokens if dim in dims else n for dim, n in enumerate(shape)) for shape in shapes}
+    if len(padded) > 1:
+        raise ValueError(f"these samples' activations differ in shape: {', '.join(map(str, sorted(padded)))}")
+    batch = torch.empty(len(shapes), *padded.pop(), dtype=dtype)
+    if places is None:
         for own, value in zip(batch, values, strict=True):
             own.copy_(value)
         return batch
-    shape = list(values[0].shape)
-    for dim in dims:
-        shape[dim] = tokens
-    whole = all(len(place) == tokens for place in places)
     empty = fill if dtype.is_floating_point else 0
-    batch = (
-        torch.empty(len(values), *shape, dtype=dtype)
-        if whole
-        else torch.full((len(values), *shape), empty, dtype=dtype)
-    )
     for own, value, place in zip(batch, values, places, strict=True):
-        _put(own, value, place, dims)
+        _put(own, value, place, dims, empty)
     return batch
 
 
-def _put(own: Tensor, value: Tensor, place: Tensor, dims: Sequence[int]) -> None:
+def _put(own: Tensor, value: Tensor, place: Tensor, dims: Sequence[int], empty: float) -> None:
     count = len(place)
-    if count and int(place[-1]) - int(place[0]) == count - 1:  # side by side: a view takes them
+    first, last = (int(place[0]), int(place[-1])) if count else (0, -1)
+    together = last - first == count - 1  # then a view takes them
+    if together and len(dims) == 1:
+        own.narrow(dims[0], 0, first).fill_(empty)
+        own.narrow(dims[0], last + 1, own.shape[dims[0]] - last - 1).fill_(empty)
+    elif count < own.shape[dims[0]]:
+        own.fill_(empty)
+    if together:
         for dim in dims:
-            own = own.narrow(dim, int(place[0]), count)
+            own = own.narrow(dim, first, count)
         own.copy_(value)
         return
     index: list[slice | Tensor] = [slice(None)] * own.ndim

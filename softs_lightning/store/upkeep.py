@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from softs_lightning.product import ProductSpec
+from softs_lightning.selectors import resolve_spec
 from softs_lightning.store.build import readable_size
 from softs_lightning.store.column import DESCRIPTION, SHARD, Column, ColumnKey
 from softs_lightning.store.errors import StoreError
 from softs_lightning.store.folder import Folder
+from softs_lightning.store.restored import skeleton
 from softs_lightning.store.shard import Shard
 from softs_lightning.store.store import ProductStore, canonical, decoded
 
@@ -205,30 +208,59 @@ def clear(path: PathLike, used: Iterable[str] | None = None, *, dry_run: bool = 
 
     Args:
         path: of the store. No process should be writing to a column that is removed.
-        used: product_ids that are in use; ``None`` removes no column.
+        used: product_ids that are in use, selectors included; ``None`` removes no column.
         dry_run: remove nothing.
 
     Returns:
-        what was, or would be, removed.
+        the names, inside the store, of what was or would be removed.
+
+    Raises:
+        ValueError: for a product_id that is not understood or whose meaning only the model itself can tell, and when
+            no product of the store is in use.
     """
     store = ProductStore(path)
-    wanted = None if used is None else {one for product in used for one in canonical(product)}
-    removed = []
+    specs = None if used is None else [ProductSpec.parse(product) for product in used]
+    if any("%" in item.name for spec in specs or () for _, item in spec):
+        raise ValueError(
+            "what a model records (%key) cannot be told without the model: name the modules themselves"
+        )
+    removed = [] if specs is None else _unused(store, specs)
+    for name in ["", *store.folder.names()]:
+        folder = store.folder.child(name) if name else store.folder
+        if name not in removed:
+            removed += [f"{name}/{rest}".lstrip("/") for rest in [*folder.leftovers(), *folder.damaged()]]
+    if not dry_run:
+        for name in removed:
+            store.folder.remove(name)
+    return removed
+
+
+def _unused(store: ProductStore, specs: Sequence[ProductSpec]) -> list[str]:
+    unused, there = [], set()
     for name in store.folder.names():
         folder = store.folder.child(name)
-        if wanted is not None and folder.has(DESCRIPTION):
-            key = ColumnKey.parse(folder.read(DESCRIPTION), f"{folder}/{DESCRIPTION}")
-            if key.product not in wanted:
-                removed.append(f"{folder} ({key.product}, {key.encoding})")
-                if not dry_run:
-                    store.folder.remove(name)
-                continue
-        for rest in [*folder.leftovers(), *folder.damaged()]:
-            removed.append(f"{folder}/{rest}")
-            if not dry_run:
-                folder.remove(rest)
-    for rest in store.folder.leftovers():
-        removed.append(f"{store.folder}/{rest}")
-        if not dry_run:
-            store.folder.remove(rest)
-    return removed
+        if folder.has(DESCRIPTION):
+            text = folder.read(DESCRIPTION)
+            key = ColumnKey.parse(text, f"{folder}/{DESCRIPTION}")
+            there.add(key.product)
+            if key.product not in _selected(specs, json.loads(text).get("modules", ())):
+                unused.append(name)
+    if unused and len(unused) == sum(
+        store.folder.child(name).has(DESCRIPTION) for name in store.folder.names()
+    ):
+        asked = ", ".join(map(str, specs)) or "nothing"
+        raise ValueError(
+            f"{store.folder} holds none of the products in use ({asked}), only {', '.join(sorted(there))}, and nothing was "
+            "removed: to be rid of all of it, delete the folder"
+        )
+    return unused
+
+
+def _selected(specs: Iterable[ProductSpec], modules: Sequence[Sequence[Any]]) -> set[str]:
+    """The products that `specs` select in a teacher with these modules."""
+    model, found = skeleton(modules), set()
+    for spec in specs:
+        for kind, item in spec:
+            with suppress(KeyError):  # it has none of that name
+                found.update(canonical(resolve_spec(model, ProductSpec(**{kind: (item,)}))))
+    return found
