@@ -63,7 +63,9 @@ def site_of(frame: FrameType) -> Site:
         return found[1]
     with _parsing:
         site = _read(frame)
-    _sites[key] = (weakref.ref(frame.f_code, lambda _: _sites.pop(key, None)), site)
+    # Bound now: code objects may die when the interpreter has taken this module apart.
+    forget = functools.partial(_sites.pop, key, None)
+    _sites[key] = (weakref.ref(frame.f_code, lambda _: forget()), site)
     return site
 
 
