@@ -202,7 +202,6 @@ def test_unbound_unknown_and_unfit_heads_are_refused() -> None:
         lambda: LinearKL(0.0),
         lambda: LinearKL(direction="up"),
         lambda: LinearKL(chunk_size=0),
-        lambda: LinearJSD(1.0),
         lambda: LinearJSD(2.0),
         lambda: LinearJSD(0.5, 0.0),
         lambda: LinearCEKL(1.5),

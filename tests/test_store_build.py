@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -274,7 +275,9 @@ def test_a_hundred_builds_killed_at_random(tmp_path: Path) -> None:
     """Each is killed some milliseconds after it has reported some number of batches."""
     chance = random.Random(0)
     killed = 0
-    for number in range(100):
+    for number in itertools.count():  # one that was done before the signal came does not count
+        if killed == 100:
+            break
         path = tmp_path / str(number)
         child, reading = in_a_child(building(path))
         numbers = [byte for _ in range(chance.randrange(BATCHES)) for byte in os.read(reading, 1)]
@@ -283,7 +286,6 @@ def test_a_hundred_builds_killed_at_random(tmp_path: Path) -> None:
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         assert_survived(path, numbers + acknowledged(reading))
         shutil.rmtree(path)
-    assert killed > 50
 
 
 def test_two_builds_at_once_make_one_store(tmp_path: Path) -> None:
