@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from softs_lightning.losses import check_loss
     from softs_lightning.pairing import Pair
     from softs_lightning.product import ProductSpec, parse_io_spec
+    from softs_lightning.store import ProductStore, StoredTeacher
     from softs_lightning.teacher import Teacher
     from softs_lightning.transfer import transfer_to_device
 
@@ -26,6 +27,8 @@ __all__ = [
     "ModelIOCatcher",
     "Pair",
     "ProductSpec",
+    "ProductStore",
+    "StoredTeacher",
     "Teacher",
     "__version__",
     "check_loss",
@@ -39,6 +42,8 @@ _HOMES = {
     "ModelIOCatcher": "catcher",
     "Pair": "pairing",
     "ProductSpec": "product",
+    "ProductStore": "store",
+    "StoredTeacher": "store",
     "Teacher": "teacher",
     "check_loss": "losses",
     "parse_io_spec": "product",

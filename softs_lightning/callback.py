@@ -10,6 +10,7 @@ whose state is not restored yet, and joins the training step; ``teardown`` or ``
 from __future__ import annotations
 
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,8 @@ class DistillationCallback(Callback):
             training is; by default the trainer's precision applies to it as to the student.
         compile_teacher: compile the teacher's part before the exit as one graph; a string names the
             backend of ``torch.compile``.
+        store: a folder of products on disk: what is there is read, what is missing the teacher supplies
+            and is kept. With a full store ``teacher`` may be ``None``: it need not even be installed.
         every_n_steps: distil in each n-th optimizer step only; the teacher runs in no other.
         manual: for modules with manual optimization: their ``training_step`` adds
             ``distillation_loss(batch)`` to its own loss.
@@ -103,7 +106,7 @@ class DistillationCallback(Callback):
 
     def __init__(
         self,
-        teacher: Teacher | nn.Module | Callable[[], nn.Module],
+        teacher: Teacher | nn.Module | Callable[[], nn.Module] | None,
         pairs: Sequence[Pair],
         *,
         name: str = "distill",
@@ -112,6 +115,7 @@ class DistillationCallback(Callback):
         early_exit: bool = True,
         teacher_dtype: torch.dtype | str | None = None,
         compile_teacher: bool | str = False,
+        store: str | os.PathLike[str] | None = None,
         every_n_steps: int = 1,
         manual: bool = False,
         validate: bool = False,
@@ -124,7 +128,13 @@ class DistillationCallback(Callback):
         self.pairs = _checked_pairs(pairs)
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
-        if isinstance(teacher, Teacher):
+        if teacher is None:
+            if store is None:
+                raise TypeError("without a teacher, store= must say where its products are")
+            from softs_lightning.store import StoredTeacher
+
+            self.teacher: Teacher = StoredTeacher(None, store, inputs=teacher_inputs)
+        elif isinstance(teacher, Teacher):
             given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher
             if given != (None, True, False, None, False):
                 raise ValueError(
@@ -141,6 +151,10 @@ class DistillationCallback(Callback):
                 dtype=teacher_dtype,
                 compile=compile_teacher,
             )
+        if store is not None and teacher is not None:
+            from softs_lightning.store import StoredTeacher
+
+            self.teacher = StoredTeacher.around(self.teacher, store)
         self.name = name
         self.task_weight = float(task_weight)
         if not math.isfinite(self.task_weight):
@@ -284,7 +298,11 @@ class DistillationCallback(Callback):
             )
         return self._share.now(batch)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.teacher.inspect(getattr(trainer.train_dataloader, "dataset", None))
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.teacher.commit()
         if self._share is not None and (failure := self._share.failed_first()) is not None:
             # A warning only: under 16-bit precision the gradient scaler skips such steps.
             warnings.warn(

@@ -26,6 +26,10 @@ usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if 
        softs-distill recipes show NAME      print one
        softs-distill recipes copy NAME [FOLDER or FILE.yaml]
                                   a copy to change; run it with --config-dir FOLDER recipe=...
+       softs-distill precompute [recipe=NAME] store=PATH [key=value ...]
+                                  run the recipe's teacher over its training data once, into a store
+       softs-distill store ls|verify|export|gc PATH
+                                  look after a store; more: softs-distill store --help
 
 options (they are Hydra's):
   --config-dir DIR        also look for recipes and groups in DIR (DIR/recipe/own.yaml: recipe=own)
@@ -80,8 +84,18 @@ def _dispatch(arguments: list[str]) -> int:
         return _recipes(arguments[1:])
     if command == "explain":
         return _explain(arguments[1:])
+    if command == "precompute":
+        return _precompute(arguments[1:])
+    if command == "store":
+        return _store(arguments[1:])
     if command and command[0] not in "-+~" and "=" not in command:
-        known = {"explain", "recipes", *(f"recipe={name}" for name in catalog.recipes())}
+        known = {
+            "explain",
+            "precompute",
+            "recipes",
+            "store",
+            *(f"recipe={name}" for name in catalog.recipes()),
+        }
         raise Refusal(f"There is no command {command!r}. {nearest(command, known)} See softs-distill --help.")
     return _run(arguments)
 
@@ -145,6 +159,56 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"lightning\.")
+
+
+def _precompute(arguments: list[str]) -> int:
+    from softs_lightning.store.commands import options_of, precompute
+
+    try:
+        options, rest = options_of(arguments)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+
+    def fill(recipe: Any) -> None:
+        check(recipe)
+        _quieten()
+        from softs_lightning.callback import DistillationCallback
+        from softs_lightning.config import build
+        from softs_lightning.explain import build_callbacks
+        from softs_lightning.store import StoreError
+
+        for callback in build_callbacks(recipe):
+            if isinstance(callback, DistillationCallback):
+                try:
+                    precompute(
+                        teacher=callback.teacher,
+                        pairs=callback.pairs,
+                        data=build(recipe.data, "data"),
+                        **options,
+                    )
+                except StoreError as error:
+                    raise Refusal(str(error)) from None
+
+    compose([*rest, *WRITE_NOTHING], fill)
+    return 0
+
+
+def _store(arguments: list[str]) -> int:
+    from softs_lightning.store.commands import run
+    from softs_lightning.store.errors import StoreError
+
+    def products_of(recipes: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for recipe in recipes:
+            compose(
+                [recipe, *WRITE_NOTHING], lambda node: found.extend(str(pair.teacher) for pair in node.pairs)
+            )
+        return found
+
+    try:
+        return run(arguments, products_of=products_of)
+    except (StoreError, ValueError) as error:
+        raise Refusal(str(error)) from None
 
 
 def _explain(arguments: list[str]) -> int:

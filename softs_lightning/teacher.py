@@ -316,6 +316,13 @@ class Teacher:
             return feed(module, batch, self._takes)
         return arguments(module, batch, self.inputs)
 
+    def inspect(self, dataset: Any) -> None:
+        """See the training data before the first step; a stored teacher refuses random augmentations."""
+
+    def commit(self) -> int:
+        """Make lasting what waits to be kept, at the end of an epoch; a live teacher keeps nothing."""
+        return 0
+
     def cost(self, batch: Any, spec: ProductSpec) -> Cost:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
         module, _ = self._require()
