@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -41,6 +42,8 @@ class Capture(dict[str, dict[str, list[Any]]]):
         self.stopped_at: str | None = None
         self._resolve = resolve
         self._modules = {name: ref(module) for name, module in modules.items()}
+        # Read now: the buffer stays readable when the model is gone.
+        self._arguments = {item.name: _argument_names(modules[item.name]) for item in spec.inputs}
         for kind, item in spec:
             self.setdefault(item.name, {})[kind] = []
 
@@ -125,7 +128,8 @@ class Capture(dict[str, dict[str, list[Any]]]):
         if item.pick:
             first, rest = item.pick[0], item.pick[1:]
             if isinstance(first, str) and first not in kwargs:
-                first = _position(self._modules[item.name](), first)
+                names = self._arguments.get(item.name, ())
+                first = names.index(first) if first in names else first
             try:
                 chosen = kwargs[first] if isinstance(first, str) else args[first]
             except LookupError:
@@ -139,11 +143,23 @@ class Capture(dict[str, dict[str, list[Any]]]):
         raise LookupError(f"choose one of its arguments: {'; '.join(given) or 'it was called with none'}")
 
 
-def _position(module: nn.Module | None, name: str) -> int | str:
-    """Where `name` stands among the positional parameters of ``module.forward``, or `name` itself."""
+def _argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of ``module.forward`` that may be given by position."""
+    forward = module.forward
+    function = getattr(forward, "__func__", None)
+    if function is None or getattr(forward, "__self__", None) is not module:
+        return _positional(forward)
+    return _positional_of_method(function)
+
+
+@lru_cache(maxsize=1024)
+def _positional_of_method(function: Callable[..., Any]) -> tuple[str, ...]:
+    return _positional(function)[1:]
+
+
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
-        parameters = inspect.signature(module.forward).parameters.values() if module is not None else ()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a forward that is not written in Python
-        return name
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return names.index(name) if name in names else name
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

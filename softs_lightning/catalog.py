@@ -63,9 +63,14 @@ def copy(name: str, destination: Path) -> Path:
         Refusal: for an unknown recipe, or rather than overwrite a file.
     """
     recipe = find(name)
-    file = destination if destination.suffix in (".yaml", ".yml") else destination / GROUP / recipe.name
+    if destination.suffix == ".yml":
+        raise Refusal(f"Hydra reads only .yaml files: name it {destination.with_suffix('.yaml')}.")
+    file = destination if destination.suffix == ".yaml" else destination / GROUP / recipe.name
     if file.exists():
         raise Refusal(f"{file} is already there; remove it or name another place.")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise Refusal(f"{file} cannot be written: {error.strerror}.") from None
     return file

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +237,8 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         self._resolved: dict[ProductSpec, ProductSpec] = {}
         self._pending: tuple[ProductSpec, bool, int] | None = None
         self._session: _Session | None = None
+        # Nobody could detach the hooks of a catcher that is gone.
+        finalize(self, _remove_hooks, self._taps).atexit = False
         self.attach_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -267,10 +269,7 @@ class ModelIOCatcher(AbstractContextManager[Capture]):
         """Remove every hook of this catcher. Calling it again changes nothing."""
         if self._session is not None:
             raise RuntimeError("a session is open: leave its with block before detaching the hooks")
-        for taps in self._taps.values():
-            for _, handle in taps.values():
-                handle.remove()
-        self._taps.clear()
+        _remove_hooks(self._taps)
         self.attached = False
 
     def _tap(self, module: nn.Module, kind: Kind) -> _Tap:
@@ -463,3 +462,10 @@ def _still_there(model: nn.Module, target: Target) -> bool:
             return False
         module = module._modules[part]
     return module is target.module
+
+
+def _remove_hooks(placed: WeakKeyDictionary[nn.Module, dict[Kind, tuple[_Tap, Any]]]) -> None:
+    for taps in list(placed.values()):
+        for _, handle in taps.values():
+            handle.remove()
+    placed.clear()

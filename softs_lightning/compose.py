@@ -52,7 +52,7 @@ def compose(arguments: list[str], task: Task) -> None:
         except Exception as error:
             if full or not _is_for_the_user(error):
                 raise
-            refusals.append(Refusal(str(error.args[0] if error.args else error)))
+            refusals.append(Refusal(_message(error)))
 
     try:
         _call_hydra(arguments, guarded)
@@ -69,15 +69,33 @@ def wants_traceback() -> bool:
     return bool(os.environ.get(FULL_ERROR))
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether this package, or Lightning of a setting, raised it: then the message says all."""
-    if type(error).__name__ == "MisconfigurationException":
-        return True
+LIBRARIES = ("lightning.", "torch.optim.", "hydra.", "omegaconf.", "pathlib")
+"""What raises it for a value of the config that it cannot use: a text for a number, a folder that cannot be made."""
+
+
+def _message(error: Exception) -> str:
+    said = str(error.args[0] if error.args else error)
+    if isinstance(error, OSError):
+        return str(error)
+    if _origin(error).startswith(LIBRARIES) and type(error).__name__ != "MisconfigurationException":
+        return f"{_origin(error)} raised {type(error).__name__}: {said}. {FULL_ERROR}=1 shows where."
+    return said
+
+
+def _origin(error: Exception) -> str:
+    """The module that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
-    if raised_in.startswith("lightning.") and type(error) is ValueError:
+    return str(trace.tb_frame.f_globals.get("__name__", "")) if trace else ""
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether this package, or a library of a setting, raised it: then the message says all."""
+    if type(error).__name__ == "MisconfigurationException":
+        return True
+    raised_in = _origin(error)
+    if raised_in.startswith(LIBRARIES):
         return True
     ours = raised_in.startswith("softs_lightning.") and not raised_in.startswith("softs_lightning.recipes.")
     return ours and not isinstance(error, AssertionError)

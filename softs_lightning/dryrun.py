@@ -62,15 +62,13 @@ def measure(
         ours = rehearse(
             pl_module, batch, ProductSpec.union(pair.student for pair in measured), trainer=trainer
         )
+        own = {pair.name: sizes(ours, pair.student) for pair in measured}
         side, way_out = "teacher", "teacher_inputs= says what of a batch it is called with"
         with trainer.precision_plugin.forward_context():
             theirs = teacher.supply(
                 _prepared(batch, pl_module, trainer), ProductSpec.union(pair.teacher for pair in measured)
             )
-        return (
-            {pair.name: sizes(ours, pair.student) for pair in measured},
-            {pair.name: sizes(theirs, pair.teacher) for pair in measured},
-        )
+        return own, {pair.name: sizes(theirs, pair.teacher) for pair in measured}
     except Exception as error:
         named = ", ".join(repr(pair.name) for pair in measured)
         raise MisconfigurationException(
@@ -221,9 +219,23 @@ def _one(loader: Any) -> Any:
             count = min(loader.batch_size, len(loader.dataset))
             if count:
                 return loader.collate_fn([loader.dataset[i] for i in range(count)])
+        if _can_be_read_once(loader):
+            raise ValueError(
+                f"the training data, a {type(loader).__name__}, can be read only once, and a dry run would take its "
+                "first batch away: pass example_batch="
+            )
         for batch in loader:
             return batch
     raise ValueError("the training dataloader gave no batch, so the sizes of the projectors cannot be found")
+
+
+def _can_be_read_once(loader: Any) -> bool:
+    """Whether what is taken from the loader now is missing in the training."""
+    source = getattr(loader, "dataset", None)
+    source = source if isinstance(source, IterableDataset) else loader
+    if isinstance(loader, DataLoader) and source is loader:
+        return False
+    return iter(source) is iter(source)
 
 
 def _is_plain(loader: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 from typing import Any
 
@@ -86,12 +87,13 @@ def test_an_argument_of_a_decorated_forward_is_chosen_by_its_name(pick: str, pla
     assert buf.select()[0] is (entry["args"][0] if place == "args" else entry["kwargs"][pick[1:]])
 
 
-def test_a_module_that_is_gone_still_gives_its_arguments_by_position() -> None:
+def test_a_module_that_is_gone_still_gives_its_arguments_by_position_and_name() -> None:
     model, buf = captured("inputs[inner]")
     del model
     assert torch.equal(buf.select("inputs[inner#1]")[0], X)
+    assert buf.select("inputs[inner#a]")[0] is buf["inner"]["inputs"][0]["args"][0]
     with pytest.raises(LookupError, match="choose one of its arguments"):
-        buf.select("inputs[inner#a]")
+        buf.select("inputs[inner#other]")
 
 
 @pytest.mark.parametrize(("pick", "factor"), [("!0", 2), ("!1", 5), ("!2", 12)])
@@ -170,3 +172,16 @@ def test_a_copy_of_a_buffer_is_a_plain_dict(duplicate: Any) -> None:
     copied = duplicate(buf)
     assert type(copied) is dict
     assert torch.equal(copied["."]["outputs"][0], buf["."]["outputs"][0])
+
+
+def test_an_argument_by_name_is_found_when_the_model_is_gone() -> None:
+    class Named(nn.Module):
+        def forward(self, first: Any, second: Any) -> Any:
+            return first
+
+    model = Named()
+    with ModelIOCatcher(model)(inputs=["."]) as buffer:
+        model(1, 2)
+    del model
+    gc.collect()
+    assert buffer.select("inputs[.#second]") == [2]

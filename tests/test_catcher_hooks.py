@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -686,3 +687,15 @@ def test_recomputation_on_the_gpu_adds_no_entry(use_reentrant: bool) -> None:
     with ModelIOCatcher(model)(outputs=["0"]) as buf:
         checkpoint(model, X.cuda().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
     assert len(buf["0"]["outputs"]) == 1
+
+
+def test_the_hooks_of_a_catcher_that_is_gone_go_with_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    for _ in range(3):
+        catcher = ModelIOCatcher(model)
+        with catcher(outputs=["0"]):
+            model(torch.ones(1, 2))
+        assert len(model[0]._forward_hooks) == 1
+        del catcher
+        gc.collect()
+        assert not model[0]._forward_hooks

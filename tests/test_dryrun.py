@@ -169,3 +169,54 @@ def test_a_failing_dry_run_says_what_to_do() -> None:
         Exception, match=r"projectors of 'h' failed: no such file. Pass a module as the projector"
     ):
         fit(Broken(), make(), DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
+
+
+class Stored(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.rows = iter([torch.ones(4)] * 8)
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+@pytest.mark.parametrize(
+    "loader", [lambda: DataLoader(Stored(), batch_size=2), lambda: (row for row in [torch.ones(2, 4)] * 3)]
+)
+def test_data_that_can_be_read_once_is_refused_not_eaten(loader: Any) -> None:
+    data = loader()
+    with pytest.raises(Exception, match=r"can be read only once.*pass example_batch="):
+        fit(Student(), make(), data)
+    assert len(list(data)) in (3, 4)
+
+
+def test_an_argument_of_the_student_by_name_sizes_a_projector() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.linear(hidden)
+
+    class Named(Student):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(self.net[0](batch)).mean()
+
+    pair = Pair("outputs[0]", "inputs[layer#hidden]", nn.MSELoss(), projector="linear", name="h")
+    callback = DistillationCallback(nn.Sequential(nn.Linear(4, 9), nn.ReLU()), [pair])
+    fit(Named(), callback, DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
+    (weight,) = [v for k, v in callback.state_dict()["projectors"].items() if k.endswith("weight")]
+    assert weight.shape == (9, 6)
+
+
+def test_a_fault_of_the_student_is_said_to_be_the_students() -> None:
+    class Nothing(Student):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with pytest.raises(Exception, match="the dry run of the student"):
+        fit(Nothing(), make(), DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]

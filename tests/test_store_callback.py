@@ -96,3 +96,27 @@ def test_a_recipe_is_precomputed_listed_and_verified(
 def test_wrong_words_end_with_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.count("softs-distill:") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.max_epochs=abc"], "lightning"),
+        (["recipes", "copy", "digits", "own.yml"], "name it own.yaml"),
+        (["recipes", "copy", "digits", "/proc/nowhere"], "cannot be written"),
+    ],
+)
+def test_settings_that_cannot_be_used_end_with_one_message(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOFTS_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    short = ["data.passes=1", "teacher.data.passes=1", "seeds=[0]"]
+    assert main([*words, *([] if words[0] == "recipes" else short)]) != 0
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
