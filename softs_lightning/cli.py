@@ -7,6 +7,7 @@ message, and imports torch only behind that.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,8 @@ def _dispatch(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP + "\n".join(_listed()))
         return 0
+    if arguments and arguments[-1] in ("--config-dir", "-cd"):
+        raise Refusal(f"{arguments[-1]} is followed by a folder.")
     command = arguments[0] if arguments else ""
     if command == "recipes":
         return _recipes(arguments[1:])
@@ -136,7 +139,11 @@ def _run(arguments: list[str]) -> int:
         hydra = HydraConfig.get()
         sweep = hydra.mode is RunMode.MULTIRUN
         name, directory = hydra.runtime.choices[catalog.GROUP], Path(hydra.runtime.output_dir)
-        run_recipe(recipe, name=name, directory=directory, sweep=sweep)
+        try:
+            run_recipe(recipe, name=name, directory=directory, sweep=sweep)
+        except BaseException:
+            _remove_unused(directory)
+            raise
 
     looks_only = any(
         argument.startswith(("-m", "--multirun", "-c", "--cfg", "--info")) for argument in arguments
@@ -145,6 +152,14 @@ def _run(arguments: list[str]) -> int:
         compose([*arguments, *WRITE_NOTHING], check)  # a recipe that is refused leaves no folder behind
     compose(arguments, run)
     return 0
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a run's folder in which nothing was trained: only Hydra's own files and an empty log are there."""
+    for file in directory.rglob("*"):
+        if file.is_file() and file.parent.name != ".hydra" and file.stat().st_size:
+            return
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _quieten() -> None:

@@ -120,3 +120,15 @@ def test_settings_that_cannot_be_used_end_with_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTS_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["pairs.0.teacher='outputs[haed]'"]) != 0
+    assert not list((tmp_path / "outputs").rglob("*/*"))
+
+
+def test_config_dir_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=digits", "--config-dir"]) == 2
+    assert "is followed by a folder" in capsys.readouterr().err
