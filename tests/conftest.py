@@ -6,8 +6,33 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def torch_computes_as_before() -> Iterator[None]:
+    """A test that leaves torch in another state changes what later ones compute."""
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_device(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.nn.Linear.reset_parameters,
+            torch.nn.init.kaiming_uniform_,
+            torch.nn.init.uniform_,
+        )
+
+    before = state()
+    yield
+    after = state()
+    torch.set_default_dtype(torch.float32)
+    assert after == before
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,9 +81,18 @@ def on_rank(rank: int, folder: str) -> None:
             whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
             if rank == 0:
                 torch.save(whole, os.path.join(folder, f"{kind}.pt"))
-        dist.barrier()  # gloo aborts where its peer is gone first
+        _wait_for_both(rank, folder)
     finally:
         dist.destroy_process_group()
+
+
+def _wait_for_both(rank: int, folder: str) -> None:
+    """Gloo aborts where its peer is gone first, a barrier's own last message included: so by files."""
+    open(os.path.join(folder, f"done{rank}"), "w").close()
+    deadline = time.monotonic() + 60
+    while not os.path.exists(os.path.join(folder, f"done{1 - rank}")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
 
 
 def test_two_processes_equal_one_on_the_union(tmp_path: Path) -> None:
