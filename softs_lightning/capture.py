@@ -43,7 +43,9 @@ class Capture(dict[str, dict[str, list[Any]]]):
         self._resolve = resolve
         self._modules = {name: ref(module) for name, module in modules.items()}
         # Read now: the buffer stays readable when the model is gone.
-        self._arguments = {name: _argument_names(module) for name, module in modules.items()}
+        self._arguments = {
+            item.name: _argument_names(modules[item.name]) for item in spec.inputs if item.name in modules
+        }
         for kind, item in spec:
             self.setdefault(item.name, {})[kind] = []
 
