@@ -9,9 +9,10 @@ from pathlib import Path
 
 from softs_lightning.config import Refusal, nearest
 
-__all__ = ["copy", "find", "recipes", "summary"]
+__all__ = ["copy", "find", "recipes", "scales", "summary"]
 
 GROUP = "recipe"
+SCALE = "scale"
 
 
 def recipes(folders: Iterable[Path] = ()) -> dict[str, Traversable]:
@@ -43,6 +44,18 @@ def find(name: str, folders: Iterable[Path] = ()) -> Traversable:
     if stem not in known:
         raise Refusal(f"There is no recipe {name!r}. {nearest(stem, known)}")
     return known[stem]
+
+
+def scales(name: str, folders: Iterable[Path] = ()) -> dict[str, Traversable]:
+    """Name → file of every set of overrides that takes the recipe called `name` to another size."""
+    found: dict[str, Traversable] = {}
+    for place in (files("softs_lightning.recipes"), *folders):
+        group = place / SCALE / name
+        if group.is_dir():
+            for entry in sorted(group.iterdir(), key=lambda entry: entry.name):
+                if entry.name.endswith(".yaml"):
+                    found[entry.name.removesuffix(".yaml")] = entry
+    return found
 
 
 def summary(recipe: Traversable) -> str:

@@ -19,6 +19,8 @@ Task = Callable[[Any], None]
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
+DEFAULT_RECIPE = "digits"  # as conf/distill.yaml says
+
 # A command that only looks writes no folder and no log.
 WRITE_NOTHING = (
     "hydra.run.dir=.",
@@ -36,6 +38,7 @@ def compose(arguments: list[str], task: Task) -> None:
 
     chosen, full = os.environ.get(FULL_ERROR), wants_traceback()
     _find_recipes(arguments)
+    arguments = _scaled(arguments)
     refusals: list[Refusal] = []
 
     def guarded(recipe: Any) -> None:
@@ -149,6 +152,27 @@ def _find_recipes(arguments: list[str]) -> None:
         if equals and name.lstrip("+") == catalog.GROUP:
             for choice in value.split(","):
                 catalog.find(choice.strip("'\" "), folders)
+
+
+def _scaled(arguments: list[str]) -> list[str]:
+    """`+scale=NAME` as Hydra finds it: every recipe has sizes of its own, in the folder scale/RECIPE."""
+    chosen = [argument for argument in arguments if argument.startswith(("+scale=", "scale="))]
+    if not chosen:
+        return arguments
+    recipe = DEFAULT_RECIPE
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name.lstrip("+") == catalog.GROUP:
+            recipe = value.strip("'\" ").removesuffix(".yaml")
+    known = catalog.scales(recipe, _folders(arguments))
+    for argument in chosen:
+        scale = argument.partition("=")[2]
+        if not known:
+            raise Refusal(f"{argument}: the recipe {recipe} has no settings at another scale.")
+        if scale not in known:
+            raise Refusal(f"The recipe {recipe} has no scale {scale!r}. {nearest(scale, known)}")
+    moved = {argument: f"+scale/{recipe}={argument.partition('=')[2]}" for argument in chosen}
+    return [moved.get(argument, argument) for argument in arguments]
 
 
 def _folders(arguments: Sequence[str]) -> list[Path]:

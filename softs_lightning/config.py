@@ -15,7 +15,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from softs_lightning.product import ProductSpec
 
-__all__ = ["PAIR_OPTIONS", "SECTIONS", "Failure", "Refusal", "build", "check", "nearest"]
+__all__ = [
+    "ALONE",
+    "DISTILLED",
+    "PAIR_OPTIONS",
+    "SECTIONS",
+    "Failure",
+    "Refusal",
+    "arms",
+    "build",
+    "check",
+    "nearest",
+]
 
 SECTIONS = (
     "seeds",
@@ -31,8 +42,14 @@ SECTIONS = (
 )
 """The nodes of a recipe; every one of them must be filled in."""
 
-NAMED = ("losses",)
-"""Nodes that a recipe may add, for its other nodes to refer to: ``loss: ${losses.scores}``."""
+NAMED = ("losses", "arms")
+"""Nodes that a recipe may add: losses, for its other nodes to refer to (``loss: ${losses.scores}``), and arms."""
+
+ALONE, DISTILLED = "alone", "distilled"
+"""The arms that a recipe has without naming any: the student without a teacher, and with."""
+
+MEASURE_OPTIONS = ("unit", "lower")
+"""What a judge may say of a measure: its unit, and whether less is better."""
 
 PAIR_TARGET = "softs_lightning.Pair"
 PAIR_OPTIONS = (
@@ -95,6 +112,30 @@ def build(node: Any, where: str, **extra: Any) -> Any:
         raise Refusal(f"{where} ({node.get('_target_', 'no _target_')}): {said}") from error
 
 
+def arms(recipe: DictConfig) -> dict[str, DictConfig]:
+    """The ways in which a recipe trains its student, each a whole recipe: those it lists under `arms`, or one.
+
+    An arm says what it changes: ``arms: {hints: {pairs: [...]}, scores: {trainer: {max_epochs: 2}}}``; an arm
+    called ``alone`` changes how the student without a teacher is trained.
+
+    >>> recipe = OmegaConf.create({"pairs": [], "seeds": [0], "arms": {"longer": {"seeds": [0, 1]}}})
+    >>> {name: arm.seeds for name, arm in arms(recipe).items()}
+    {'alone': [0], 'longer': [0, 1]}
+    """
+    plain: Any = OmegaConf.to_container(recipe)
+    given = plain.pop("arms", None) or {}
+    found = {ALONE: given.get(ALONE), **{key: node for key, node in given.items() if key != ALONE}}
+    if len(found) == 1:
+        found[DISTILLED] = None
+    return {str(name): _merged(plain, changes) for name, changes in found.items()}
+
+
+def _merged(recipe: Any, changes: Any) -> DictConfig:
+    merged = OmegaConf.merge(recipe, changes or {})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def check(recipe: DictConfig) -> None:
     """Refuse a recipe that says too little, says something twice or names what does not exist.
 
@@ -110,9 +151,35 @@ def check(recipe: DictConfig) -> None:
             raise Refusal(
                 f"The recipe has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}"
             )
+    for name, changes in _given_arms(recipe).items():
+        for key in changes or {}:
+            if key not in SECTIONS:
+                raise Refusal(
+                    f"arms.{name} has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}"
+                )
+            if key in ("seeds", "seed", "judge", "threads"):
+                raise Refusal(f"arms.{name} changes {key!r}, in which the arms must be alike to be compared.")
     for key in SECTIONS:
         if key not in recipe or OmegaConf.is_missing(recipe, key):
             raise Refusal(f"The recipe does not say {key!r}. A recipe has: {', '.join(SECTIONS)}.")
+    given = _given_arms(recipe)
+    for name, arm in arms(recipe).items():
+        try:
+            _check_one(arm)
+        except Refusal as refusal:
+            if name not in given:
+                raise
+            raise Refusal(f"arms.{name}: {refusal}") from None
+
+
+def _given_arms(recipe: DictConfig) -> Mapping[str, Any]:
+    given = recipe.get("arms")
+    if given is not None and not isinstance(given, DictConfig):
+        raise Refusal(f"'arms' must be named changes to the recipe, but is {given!r}.")
+    return given or {}
+
+
+def _check_one(recipe: DictConfig) -> None:
     _check_seeds(OmegaConf.to_container(recipe)["seeds"])  # type: ignore[index,call-overload]
     try:
         plain: Any = OmegaConf.to_container(recipe, resolve=True, throw_on_missing=True)
@@ -179,3 +246,18 @@ def _selected(where: str, product_id: Any) -> int | None:
 def _check_judge(judge: Any) -> None:
     if not isinstance(judge, Mapping) or not {"name", "score"} <= judge.keys():
         raise Refusal(f"'judge' must have a name, a score and perhaps a unit, but is {judge!r}.")
+    known = ("name", "score", "others", *MEASURE_OPTIONS)
+    others = judge.get("others") or {}
+    if not isinstance(others, Mapping):
+        raise Refusal(f"judge.others must be named measures, but is {others!r}.")
+    for where, node, options in (
+        ("judge", judge, known),
+        *((f"judge.others.{name}", other or {}, MEASURE_OPTIONS) for name, other in others.items()),
+    ):
+        if not isinstance(node, Mapping):
+            raise Refusal(f"{where} must say unit or lower, or nothing, but is {node!r}.")
+        for option in node:
+            if option not in options:
+                raise Refusal(f"{where} has an option {option!r}. {nearest(str(option), options)}")
+        if type(node.get("lower", False)) is not bool:
+            raise Refusal(f"{where}.lower must be true or false, but is {node['lower']!r}.")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from softs_lightning.callback import DistillationCallback
-from softs_lightning.config import Refusal, build
+from softs_lightning.config import ALONE, Refusal, arms, build
 from softs_lightning.dryrun import rehearse
 from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "Selected",
     "build_callbacks",
+    "distils",
     "examine",
     "explain_recipe",
     "leave_untrained",
@@ -93,6 +94,11 @@ def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
     return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
 
 
+def distils(recipe: DictConfig) -> bool:
+    """Whether one of the recipe's callbacks is a distillation."""
+    return any(isinstance(callback, DistillationCallback) for callback in build_callbacks(recipe))
+
+
 def leave_untrained(callback: DistillationCallback) -> None:
     """Let a teacher that has yet to be trained take part with random weights."""
     if isinstance(callback.teacher.source, TrainedTeacher):
@@ -151,16 +157,27 @@ def _shape(value: Any) -> str:
 
 
 def explain_recipe(recipe: DictConfig) -> str:
-    """The dry run's findings as text."""
+    """The dry run's findings as text, for each way in which the recipe distils."""
+    distilling = {name: arm for name, arm in arms(recipe).items() if name != ALONE and distils(arm)}
+    if not distilling:
+        raise Refusal("None of the recipe's callbacks distils; callbacks=distill adds the one that does.")
+    lines = []
+    for name, arm in distilling.items():
+        if len(distilling) > 1:
+            lines += [f"== {name}", ""]
+        lines += [*_explained(arm), ""]
+    return "\n".join(lines[:-1])
+
+
+def _explained(recipe: DictConfig) -> Iterator[str]:
     torch.manual_seed(0)
     seen = examine(recipe)
-    lines = [f"student  {seen.student}, {seen.student_parameters:,} parameters"]
+    yield f"student  {seen.student}, {seen.student_parameters:,} parameters"
     for plan in seen.plans:
-        lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", ""]
+        yield from (f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", "")
         for pair, theirs, ours in plan.pairs:
-            lines += [_headline(pair), *_columns(theirs, ours), ""]
-        lines += [_stop(plan.cost), _how(plan.ran)]
-    return "\n".join(lines)
+            yield from (_headline(pair), *_columns(theirs, ours), "")
+        yield from (_stop(plan.cost), _how(plan.ran))
 
 
 def _headline(pair: Pair) -> str:

@@ -135,3 +135,54 @@ def test_build_hands_over_plain_containers() -> None:
 def test_nearest_names_close_ones_or_all() -> None:
     assert nearest("digit", ["digits", "other"]) == "Did you mean digits?"
     assert nearest("zzz", ["b", "a"]) == "There are: a, b."
+
+
+def test_arms_change_the_recipe_and_leave_it_as_it_is(digits: dict[str, Any]) -> None:
+    recipe = OmegaConf.create({**digits, "arms": {"longer": {"trainer": {"max_epochs": 7}}, "alone": {}}})
+    check(recipe)
+    found = config.arms(recipe)
+    assert list(found) == ["alone", "longer"]
+    assert (found["alone"].trainer.max_epochs, found["longer"].trainer.max_epochs) == (1, 7)
+    assert found["longer"].pairs == recipe.pairs
+    assert recipe.trainer.max_epochs == 1
+    assert list(config.arms(OmegaConf.create(digits))) == ["alone", "distilled"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arms": 3}, "'arms' must be named changes"),
+        ({"arms": {"a": {"pars": []}}}, "arms.a has a node 'pars', which nothing reads. Did you mean pairs?"),
+        ({"arms": {"a": {"seeds": [1]}}}, "arms.a changes 'seeds'"),
+        ({"arms": {"a": {"pairs": []}}}, "arms.a: 'pairs' must be a list of at least one pair"),
+        (
+            {"judge": {"name": "x", "score": 1, "lowr": True}},
+            "judge has an option 'lowr'. Did you mean lower?",
+        ),
+        ({"judge": {"name": "x", "score": 1, "lower": "yes"}}, "judge.lower must be true or false"),
+        ({"judge": {"name": "x", "score": 1, "others": ["y"]}}, "judge.others must be named measures"),
+        ({"judge": {"name": "x", "score": 1, "others": {"y": {"unti": "%"}}}}, "Did you mean unit?"),
+    ],
+)
+def test_arms_and_measures_are_checked(digits: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    assert said in refusal({**digits, **changes})
+
+
+@pytest.mark.parametrize("written", ["scale=paper", "+scale=paper"])
+def test_a_scale_is_found_beside_its_recipe(tmp_path: Any, written: str) -> None:
+    folder = tmp_path / "scale" / "digits"
+    folder.mkdir(parents=True)
+    (folder / "paper.yaml").write_text(
+        "# @package _global_\ndefaults: [override /trainer: gpu, _self_]\ndata: {labels: 300}\n"
+    )
+    found = composed("--config-dir", str(tmp_path), written, "data.batch_size=7")
+    assert (found.data.labels, found.data.batch_size, found.trainer.accelerator) == (300, 7, "gpu")
+    with pytest.raises(Refusal, match=r"digits has no scale 'papr'. Did you mean paper\?"):
+        composed("--config-dir", str(tmp_path), "+scale=papr")
+
+
+def test_a_recipe_without_scales_says_so(tmp_path: Any) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "own.yaml").write_text("# @package _global_\ndefaults: [/trainer: cpu]\n")
+    with pytest.raises(Refusal, match="the recipe own has no settings at another scale"):
+        composed("--config-dir", str(tmp_path), "recipe=own", "+scale=paper")

@@ -4,38 +4,64 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from softs_lightning.report import Curves, Result, Stop, draw_curves, read_curves, write_metrics
+from softs_lightning.report import (
+    Arm,
+    Curves,
+    Measure,
+    Result,
+    Stop,
+    draw_curves,
+    read_curves,
+    write_metrics,
+)
+
+ACCURACY = Measure("test accuracy", "%")
+LOSS = Measure("nats", "", lower=True)
 
 
-def result(alone: tuple[float, ...], distilled: tuple[float, ...], **other: Any) -> Result:
-    given: dict[str, Any] = {
-        "recipe": "digits",
-        "judge": "test accuracy",
-        "unit": "%",
-        "seeds": tuple(range(len(alone))),
-        "teacher": 99.0,
-        "alone": alone,
-        "distilled": distilled,
-        "teacher_parameters": 200_932,
-        "student_parameters": 1_898,
-        "stops": (Stop("early", 0.6755),),
-    }
-    return Result(**{**given, **other})
+def arm(name: str, *columns: tuple[float, ...], size: int = 1_898, stops: tuple[Stop, ...] = ()) -> Arm:
+    names = [ACCURACY.name, LOSS.name][: len(columns)]
+    scores = tuple(dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+    return Arm(name, scores, size, stops)
+
+
+def result(alone: tuple[float, ...], *others: tuple[float, ...], unit: str = "%") -> Result:
+    stop = (Stop("early", 0.6755),)
+    names = ["distilled"] if len(others) == 1 else [f"way {number}" for number in range(len(others))]
+    ways = [arm(name, scores, stops=stop) for name, scores in zip(names, others, strict=True)]
+    return Result(
+        "digits",
+        (Measure(ACCURACY.name, unit),),
+        tuple(range(len(alone))),
+        {ACCURACY.name: 99.0},
+        200_932,
+        (arm("alone", alone), *ways),
+    )
+
+
+def both_measures() -> Result:
+    return Result(
+        "digits",
+        (ACCURACY, LOSS),
+        (0, 1),
+        {ACCURACY.name: 99.0, LOSS.name: 0.1},
+        200_932,
+        (arm("alone", (80.0, 84.0), (0.9, 1.0)), arm("distilled", (95.0, 97.0), (0.5, 0.55))),
+    )
 
 
 def test_mean_and_spread_are_numpys() -> None:
     alone, distilled = (80.0, 84.5, 79.1), (95.2, 97.0, 96.1)
     found = result(alone, distilled)
     rows = found.rows()
-    assert rows[1][1] == "99.0"
+    assert rows[1] == ("teacher", "99.0", "200,932")
     assert rows[2][1] == f"{np.mean(alone):.1f} ± {np.std(alone, ddof=1):.1f}"
     assert rows[3][1] == f"{np.mean(distilled):.1f} ± {np.std(distilled, ddof=1):.1f}"
-    assert found.gain == pytest.approx(np.mean(distilled) - np.mean(alone), abs=1e-12)
+    assert found.gain(found.arms[1]) == pytest.approx(np.mean(distilled) - np.mean(alone), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +77,34 @@ def test_mean_and_spread_are_numpys() -> None:
 def test_clear_means_every_seed_and_more_than_both_spreads(
     alone: tuple[float, ...], distilled: tuple[float, ...], clear: bool | None
 ) -> None:
-    assert result(alone, distilled).clear is clear
+    found = result(alone, distilled)
+    assert found.clear(found.arms[1]) is clear
 
 
 def test_the_verdict_says_it_in_words() -> None:
-    yes = result((80.0, 84.0), (95.0, 97.0)).verdict()
+    (yes,) = result((80.0, 84.0), (95.0, 97.0)).verdicts()
     assert yes.startswith("Gain: +14.0 percentage points, clear of the seeds' spread (2 of 2 seeds gained;")
-    assert "NOT clear" in result((80.0, 84.0), (82.0, 86.0)).verdict()
-    assert "single seed" in result((80.0,), (95.0,)).verdict()
-    assert result((0.4, 0.41), (0.5, 0.51), unit="").verdict().startswith("Gain: +0.100, clear")
+    assert "NOT clear" in next(result((80.0, 84.0), (82.0, 86.0)).verdicts())
+    assert "single seed" in next(result((80.0,), (95.0,)).verdicts())
+    assert next(result((0.4, 0.41), (0.5, 0.51), unit="").verdicts()).startswith("Gain: +0.100, clear")
+
+
+def test_several_ways_are_judged_by_name() -> None:
+    found = result((80.0, 84.0), (95.0, 97.0), (81.0, 84.5))
+    first, second = found.verdicts()
+    assert first.startswith("way 0: Gain: +14.0 percentage points, clear")
+    assert second.startswith("way 1: Gain: +0.8 percentage points, NOT clear")
+
+
+def test_less_is_better_where_the_measure_says_so() -> None:
+    found = both_measures()
+    alone, distilled = found.arms
+    assert found.gain(distilled, LOSS) == pytest.approx(0.95 - 0.525, abs=1e-12)
+    assert found.clear(distilled, LOSS) is True
+    worse = Result("x", (LOSS,), (0, 1), {LOSS.name: 0.1}, 1, (distilled, alone))
+    assert worse.clear(worse.arms[1]) is False
+    assert "Less is better: nats." in found.markdown(files={})
+    assert "| student distilled | +14.0 (clear) | +0.425 (clear) |" in found.markdown(files={})
 
 
 def test_the_stop_says_what_is_saved() -> None:
@@ -67,14 +112,53 @@ def test_the_stop_says_what_is_saved() -> None:
     assert str(Stop(None, 0.0)) == "runs to its end (0.0 % of its FLOPs saved)"
 
 
+def test_stops_are_said_once_and_with_names_where_they_differ() -> None:
+    assert list(result((1.0,), (2.0,), (3.0,)).stops()) == [
+        "The teacher stops at early (67.5 % of its FLOPs saved)."
+    ]
+    found = result((1.0,), (2.0,))
+    late = arm("late", (4.0,), stops=(Stop(None, 0.0),))
+    found = Result(
+        found.recipe,
+        found.measures,
+        found.seeds,
+        found.teacher,
+        found.teacher_parameters,
+        (*found.arms, late),
+    )
+    assert list(found.stops()) == [
+        "The teacher stops at early (67.5 % of its FLOPs saved), for distilled.",
+        "The teacher runs to its end (0.0 % of its FLOPs saved), for late.",
+    ]
+
+
 def test_the_markdown_holds_the_table_the_verdict_and_each_seed() -> None:
     found = result((80.0, 84.0), (95.0, 97.0))
     text = found.markdown(files={"student.ckpt": "the student"})
-    assert found.verdict() in text
+    assert next(found.verdicts()) in text
     assert all(f"| {' | '.join(row)} |" in text for row in found.rows())
     assert "| 1 | 84.0 | 97.0 |" in text
     assert "The teacher stops at early (67.5 % of its FLOPs saved)." in text
     assert "- `student.ckpt`: the student" in text
+
+
+def test_many_measures_stand_one_below_the_other() -> None:
+    found = both_measures()
+    third = Measure("third")
+    ways = tuple(
+        Arm(way.name, tuple({**scores, "third": 1.0} for scores in way.scores), way.parameters)
+        for way in found.arms
+    )
+    wide = Result("x", (ACCURACY, LOSS, third), (0, 1), {**found.teacher, "third": 2.0}, 7, ways)
+    lines = wide.table().splitlines()
+    assert lines[0].split() == ["teacher", "student", "alone", "student", "distilled"]
+    assert lines[3].split() == ["third", "2.000", "1.000", "±", "0.000", "1.000", "±", "0.000"]
+
+
+def test_json_gives_the_result_back() -> None:
+    found = both_measures()
+    assert Result.from_json(found.to_json()) == found
+    assert Result.from_json(result((80.0,), (95.0,)).to_json()) == result((80.0,), (95.0,))
 
 
 @pytest.fixture

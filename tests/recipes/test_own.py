@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from softs_lightning.report import Result
 from tests.recipes.command import run_folder, softs_distill
 
 pytestmark = pytest.mark.slow
@@ -183,3 +184,56 @@ hydra: {searchpath: ['pkg://softs_lightning.conf', 'pkg://softs_lightning.recipe
     short = ["data.passes=2", "teacher.data.passes=1", "trainer.enable_progress_bar=false"]
     printed = app(mine, config, *short, "pairs.0.name=logits")
     assert "logged ['distill/logits', 'distill/total'] steps 8" in printed
+
+
+ARMS = """
+arms:
+  hidden: {}
+  shared start: {callbacks: {distill: null}, trainer: {max_epochs: 3}}
+  scores:
+    pairs:
+      - _target_: softs_lightning.Pair
+        teacher: outputs[head]
+        student: outputs[head]
+        loss: {_target_: torch.nn.MSELoss}
+judge:
+  name: closeness
+  score: {_target_: mine.two_scores, _partial_: true}
+  others: {error: {lower: true}}
+"""
+
+TWO_SCORES = """
+
+def two_scores(model, *, data, teacher):
+    found = score(model, data=data, teacher=teacher)
+    return {"closeness": found, "error": -found}
+"""
+
+
+def test_several_ways_to_train_and_several_measures_stand_in_one_table(mine: Path) -> None:
+    recipe = mine / "configs" / "recipe" / "own.yaml"
+    recipe.write_text(RECIPE.partition("judge:")[0] + ARMS)
+    (mine / "modules" / "mine.py").write_text(MODULES + TWO_SCORES)
+    done = softs_distill(
+        "--config-dir", "configs", "recipe=own", folder=mine, cache=mine / "cache", path=mine / "modules"
+    )
+    assert done.returncode == 0, done.stderr
+    folder = run_folder(mine, "own")
+    found = Result.from_json((folder / "results.json").read_text())
+    assert [arm.name for arm in found.arms] == ["alone", "hidden", "shared start", "scores"]
+    assert [[stop.module for stop in arm.stops] for arm in found.arms] == [[], ["body"], [], ["head"]]
+    for arm in found.arms:
+        closeness, error = (arm.of(measure) for measure in found.measures)
+        assert closeness == tuple(-value for value in error)
+    # Three epochs without a teacher are three epochs of the same training: the scores say that it was longer.
+    assert found.arms[2].scores != found.alone.scores
+    assert found.gain(found.arms[1], found.measures[0]) == found.gain(found.arms[1], found.measures[1])
+    assert all(f"{arm.name}: {found.verdict(arm)}" in done.stdout for arm in found.arms[1:])
+    assert "The teacher stops at body (" in done.stdout
+    assert "for hidden." in done.stdout
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [
+        "alone",
+        "hidden",
+        "scores",
+        "shared start",
+    ]
