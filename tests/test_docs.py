@@ -1,0 +1,113 @@
+"""What the pages say is so. The examples in code cells run when the pages are built."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from softs_lightning.report import Result
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / ".docs"
+MADE = {"results.md"}
+
+
+def page(name: str) -> str:
+    return (PAGES / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pages", PAGES / "pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def strings_of_the_package() -> str:
+    """Every text in the code, with the values in f-strings left out."""
+    found = []
+    for file in sorted((ROOT / "softs_lightning").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+                found.append("".join(str(part) for part in parts))
+    return "\n".join(found)
+
+
+def test_every_message_in_the_table_of_errors_is_one_of_ours() -> None:
+    quoted = re.findall(r"^\| `([^`]+)` \|", page("troubleshooting.md"), re.MULTILINE)
+    assert len(quoted) >= 15
+    ours = strings_of_the_package()
+    assert [text for text in quoted if text not in ours] == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for file in PAGES.glob("*.md"):
+        for target in re.findall(r"\]\(([\w/]+\.md)", file.read_text(encoding="utf-8")):
+            assert target in MADE or (PAGES / target).is_file(), f"{file.name} links to {target}"
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = set(re.findall(r"^([\w/]+)$", page("index.md"), re.MULTILINE))
+    there = {file.stem for file in PAGES.glob("*.md")} | {Path(name).stem for name in MADE}
+    assert there - {"index"} == listed - {"api/index"}
+
+
+def test_every_module_of_the_api_pages_exists() -> None:
+    named = [
+        name
+        for file in (PAGES / "api").glob("*.md")
+        for name in re.findall(r"automodule:: ([\w.]+)", file.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 20
+    assert all(importlib.util.find_spec(name) is not None for name in named)
+
+
+def test_the_table_of_product_ids_is_the_readmes() -> None:
+    def first_cells(text: str) -> list[str]:
+        return re.findall(r"^\| (`(?:inputs|outputs|saved)\[.*?`) \|", text, re.MULTILINE)
+
+    table = first_cells(page("product_id.md"))
+    assert len(table) > 8
+    assert table == first_cells((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_results_page_holds_what_the_runs_wrote(pages: ModuleType, tmp_path: Path) -> None:
+    scores = [{"accuracy": value} for value in (80.0, 84.0, 95.0, 97.0)]
+    node = {
+        "recipe": "own",
+        "measures": [{"name": "accuracy", "unit": "%", "lower": False}],
+        "seeds": [0, 1],
+        "teacher": {"accuracy": 99.0},
+        "teacher_parameters": 200,
+        "arms": [
+            {"name": "alone", "scores": scores[:2], "parameters": 20, "stops": []},
+            {"name": "distilled", "scores": scores[2:], "parameters": 20, "stops": []},
+        ],
+        "command": "softs-distill recipe=own",
+    }
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "own.json").write_text(json.dumps(node))
+    text = pages.results_page(tmp_path)
+    assert "## own\n\n```bash\nsofts-distill recipe=own\n```" in text
+    found = Result.from_json(json.dumps(node))
+    assert all(f"| {' | '.join(row)} |" in text for row in found.rows())
+    assert next(found.verdicts()) in text
+    assert "\n# own" not in text
+
+
+def test_every_committed_result_makes_a_section(pages: ModuleType) -> None:
+    text = pages.results_page(ROOT / "recipes")
+    for file in (ROOT / "recipes" / "results").glob("*.json"):
+        assert f"\n## {file.stem}\n" in text
