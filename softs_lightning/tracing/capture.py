@@ -13,7 +13,8 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Self
 
 from softs_lightning.tracing.errors import Skip
-from softs_lightning.tracing.source import SAVE, Site, site_of
+from softs_lightning.tracing.reads import SAVE, Read
+from softs_lightning.tracing.source import Site, site_of
 
 __all__ = ["Body", "Capturing", "FunctionBody", "Scope", "WithBody", "own_frames_removed", "without_context"]
 
@@ -97,7 +98,12 @@ class Scope(dict[str, Any]):
 class Body:
     """Something to run as a block."""
 
-    def run(self) -> Any:
+    scope: dict[str, Any]
+    reads: tuple[Read, ...] = ()  # what it begins with
+    rest: int | None = 0  # the number of its first statement that is no read; None: there is none
+
+    def run(self, start: int = 0) -> Any:
+        """Run it, without the first ``start`` statements."""
         raise NotImplementedError
 
     def push(self, keep: Callable[[Any], bool]) -> None:
@@ -122,11 +128,13 @@ class WithBody(Body):
     def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
         self.frame: FrameType | None = frame
         self.code: CodeType = site.code
-        self.scope = Scope(frame, site.names)
+        self.code_from = site.code_from
+        self.reads, self.rest = site.reads, site.rest
+        self.scope: Scope = Scope(frame, site.names)
         dict.__setitem__(self.scope, SAVE, save)
 
-    def run(self) -> None:
-        exec(self.code, self.scope)
+    def run(self, start: int = 0) -> None:
+        exec(self.code_from(start) if start else self.code, self.scope)
 
     def push(self, keep: Callable[[Any], bool]) -> None:
         frame, scope = self.frame, self.scope
@@ -179,7 +187,7 @@ class FunctionBody(Body):
         self.arguments = arguments
         self.value: Any = None
 
-    def run(self) -> None:
+    def run(self, start: int = 0) -> None:
         assert self.function is not None
         self.value = self.function(*self.arguments)
 

@@ -4,7 +4,7 @@ No torch here. The model's side calls `Run.visit` whenever a module is called, a
 block has something to do at that location.
 """
 
-import contextvars
+import functools
 import itertools
 import warnings
 from collections import deque
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from softs_lightning.tracing.baton import Baton
 from softs_lightning.tracing.errors import Cancelled, OutOfOrderError, Unwind
+from softs_lightning.tracing.saving import Saves, save
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, PATIENCE, RESULT, Event, Place, Step, Worker
 
 __all__ = ["Observer", "Run"]
@@ -54,7 +55,7 @@ class Run:
         self,
         workers: list[Worker],
         members: dict[int, int],
-        saves: Any,
+        saves: Saves,
         name_of: Callable[[int, str], str],
         ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -62,7 +63,6 @@ class Run:
         self.saves = saves
         self.name_of = name_of
         self.ambient = ambient
-        self.baton: Baton
         self.waiting: dict[Place, list[Worker]] = {}
         self.wanted: dict[int, int] = {}
         self.ready: deque[Worker] = deque()
@@ -79,6 +79,11 @@ class Run:
         self.over = False
         self.cancelled = False
 
+    @functools.cached_property
+    def baton(self) -> Baton:
+        """This thread's, to take back from the block that was given its own."""
+        return Baton()
+
     # On the model's thread.
 
     def drive(self, call: Callable[[], Any]) -> None:
@@ -88,7 +93,6 @@ class Run:
             BaseException: what the call or a block raised, as it was raised.
         """
         outer, ACTIVE.run = ACTIVE.run, self
-        self.baton = Baton()
         try:
             try:
                 self._start()
@@ -163,7 +167,8 @@ class Run:
 
     def _start(self) -> None:
         for worker in self.workers:
-            self._resume(worker, worker.start(self, contextvars.copy_context()))
+            worker.begin(self, save)
+            self._resume(worker)
             self._go_on()
 
     def _pause(self, place: Place, value: Any) -> Event:
@@ -221,12 +226,15 @@ class Run:
         assert rows is not None
         return rows.gather([value for _, value in skips])
 
-    def _resume(self, worker: Worker, start: Callable[[], None] | None = None) -> None:
+    def _resume(self, worker: Worker) -> None:
         """Let a block run until it waits for something or ends."""
-        give = start or worker.baton.give
         try:
-            give()
-            self.baton.take()
+            if worker.thread is not None:
+                worker.baton.give()
+                self.baton.take()
+            elif not worker.serve():
+                worker.start()
+                self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
             worker.interrupt(type(interruption))
             if worker.thread is not None and not self.baton.take(PATIENCE):
@@ -283,7 +291,8 @@ class Run:
             if self.stopper is not None:
                 return  # stopping ends every block, and is no error
             self._forget(worker)
-            worker.thrown = self._explain(worker)
+            if worker.thread is not None:
+                worker.thrown = self._explain(worker)
             self._resume(worker)
             if self.failure is not None:
                 return
@@ -297,6 +306,7 @@ class Run:
         self.cancelled = True
         for worker in self.workers:
             tries = 0
+            worker.alive = worker.alive and worker.thread is not None
             while worker.alive:
                 worker.waits_for = None
                 worker.thrown = Cancelled()
@@ -311,7 +321,7 @@ class Run:
 
     def _release(self) -> None:
         ended = [worker.close() for worker in self.workers]
-        if all(ended):
+        if all(ended) and "baton" in self.__dict__:
             self.baton.close()  # else a thread that was left behind might give it, to whatever came after
         self.workers, self.observers = [], []
         self.waiting.clear()

@@ -16,6 +16,7 @@ from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.interpose import interposed
 from softs_lightning.tracing.invoke import Invoker
 from softs_lightning.tracing.iterations import Barrier, Iterations
+from softs_lightning.tracing.reads import STOP, Where
 from softs_lightning.tracing.saving import Saves, current_saves, save_or_call
 from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, current_worker
 
@@ -212,6 +213,11 @@ class InterleavingTracer(Capturing):
         ([[0.0]], [[1.0], [1.0], [0.0]])
         """
         return Invoker(self, args, kwargs)
+
+    def _locate(self, run: Run, steps: list[tuple[bool, Any]], kind: str) -> Where | None:
+        if steps or run is not self._run or kind not in ("result", STOP):
+            return None
+        return RESULT, OUTPUT if kind == "result" else STOP, f"tracer.{kind}"
 
     def _worker(self, what: str) -> Worker:
         worker = current_worker(what)

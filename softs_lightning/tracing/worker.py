@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from softs_lightning.tracing.baton import Baton
 from softs_lightning.tracing.capture import Body, own_frames_removed
 from softs_lightning.tracing.errors import Cancelled, OutsideTraceError
+from softs_lightning.tracing.reads import STOP, Reads
 
 if TYPE_CHECKING:
     from softs_lightning.tracing.interleave import Run
@@ -125,18 +126,21 @@ class Worker:
         self.thrown: BaseException | None = None
         self.error: BaseException | None = None
         self.alive = False
+        self.reads: Reads | None = None  # what it begins with, until it has its thread
+        self.at = 0  # the statement that its thread begins with
         self.baton: Baton
         self.thread: threading.Thread | None = None
         self.run: Run
 
     # On the block's own thread.
 
-    def _main(self, run: "Run", context: contextvars.Context) -> None:
+    def _main(self) -> None:
+        run = self.run
         ACTIVE.worker = self
         if self.tracer is not None and threading.gettrace() is None:
             sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
         try:
-            context.run(self._body, run)
+            self.context.run(self._body)
         except Cancelled:
             pass
         except BaseException as error:
@@ -145,9 +149,9 @@ class Worker:
             self.alive = False
             run.baton.give()
 
-    def _body(self, run: "Run") -> None:
-        with run.ambient():
-            self.body.run()
+    def _body(self) -> None:
+        with self.run.ambient():
+            self.body.run(self.at)
 
     def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
         """Let the model run on until it reaches one of ``places``."""
@@ -216,21 +220,62 @@ class Worker:
 
     # On the model's thread.
 
-    def start(self, run: "Run", context: contextvars.Context) -> Callable[[], None]:
-        """Make the thread; what is returned starts it, with the baton."""
+    def begin(self, run: "Run", save: Callable[[Any], Any]) -> None:
+        """Take part in a run, with the state of this thread as it is now."""
         self.run = run
         self.alive = True
+        self.context = contextvars.copy_context()
         self.tracer = sys.gettrace()
+        if self.body.reads and not _watched():
+            self.reads = Reads(self.body.reads, self.body.scope, save)
+
+    def serve(self) -> bool:
+        """Read what the block begins with, as far as the model has come; False if its thread has to go on."""
+        run, reads = self.run, self.reads
+        self.waits_for = self.waits = None
+        if reads is None:
+            return False
+        while (read := reads.next) is not None:
+            self.at = read.at
+            wanted = reads.ask(run)
+            if wanted is None:
+                return False
+            module, kind, name = wanted
+            place, event = (module, kind, 0), run.event
+            if kind == STOP:
+                run.stop(self)
+            elif event is None or event.place != place:
+                try:
+                    run.check(self, place, name)
+                except (Cancelled, RuntimeError, ValueError):
+                    return False  # it is raised again on the line that asks
+                self.waits_for, self.waits = (place,), name
+                return True
+            else:
+                self.asked = True
+                if self not in event.views:
+                    event.views[self] = event.value if self.rows is None else self.rows.narrow(event.value)
+                if not reads.take(event.views[self], run.saves):
+                    return False
+            reads.go_on()
+        if self.body.rest is None:
+            self.alive = False
+            return True
+        self.at = self.body.rest
+        return False
+
+    def start(self) -> None:
+        """Start the thread, with the baton."""
         self.baton = Baton()
         # It begins with the baton: another hand-over would cost as much as the start itself.
-        self.thread = threading.Thread(
-            target=self._main, args=(run, context), name="traced block", daemon=True
-        )
-        return self.thread.start
+        self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
+        self.thread.start()
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise ``kind`` in the block while it is running."""
-        if self.thread is None or self.thread.ident is None:  # it could not even be started
+        if self.thread is None:
+            return
+        if self.thread.ident is None:  # it could not even be started
             self.alive, self.thread = False, None
             self.baton.close()
         elif self.alive:
@@ -249,10 +294,16 @@ class Worker:
             else:
                 warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
         self.thread = self.rows = None
-        del self.body
-        self.__dict__.pop("run", None)
-        self.__dict__.pop("tracer", None)
+        for name in ("body", "reads", "run", "tracer", "context"):
+            self.__dict__.pop(name, None)
         return ended
+
+
+def _watched() -> bool:
+    """Whether something wants to see every line that runs."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
+    return bool(tools or sys.gettrace() or threading.gettrace())
 
 
 class Step:

@@ -236,6 +236,12 @@ def fine(model, x):
         model.first.output.save()
 
 
+def computed(model, x):  # which takes a thread
+    with model.trace(x):
+        hidden = model.first.output.save()
+        (hidden * 2).save()
+
+
 def stopped(model, x):
     with model.trace(x) as tracer:
         model.first.output.save()
@@ -323,7 +329,7 @@ def ctrl_c_in_the_block(model, x):
 
 
 ENDINGS = [
-    fine, stopped, block_error, early_error, model_error, too_late, siblings, collecting, exit_, scanned, functions,
+    fine, computed, stopped, block_error, early_error, model_error, too_late, siblings, collecting, exit_, scanned, functions,
     ctrl_c_in_the_model, ctrl_c_in_the_block,
 ]  # fmt: skip
 
@@ -356,11 +362,13 @@ def test_everything_is_freed_without_the_garbage_collector(ending):
 
 
 def test_a_thousand_traces_leave_nothing(model, net, x):
-    fine(model, x)
+    both = fine, computed
+    for trace in both:
+        trace(model, x)
     gc.collect()
     watch, objects = Watch(net), len(gc.get_objects())
-    for _ in range(1000):
-        fine(model, x)
+    for number in range(1000):
+        both[number % 2](model, x)
     assert watch.clean()
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
@@ -543,7 +551,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_at_once(model, net, x, monk
     watch = Watch(net)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
         patch.setattr(threading.Thread, "start", start)
-        fine(model, x)
+        computed(model, x)
     assert watch.clean()
 
 
