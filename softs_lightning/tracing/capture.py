@@ -129,7 +129,7 @@ class WithBody(Body):
         self.frame: FrameType | None = frame
         self.code: CodeType = site.code
         self.code_from = site.code_from
-        self.reads, self.rest = site.reads, site.rest
+        self.reads, self.rest, self.own = site.reads, site.rest, site.own
         self.scope: Scope = Scope(frame, site.names)
         dict.__setitem__(self.scope, SAVE, save)
 
@@ -141,7 +141,7 @@ class WithBody(Body):
         assert frame is not None
         values = {name: value for name, value in scope.new().items() if name != SAVE and keep(value)}
         if values:
-            write_names(frame, values)
+            write_names(frame, values, self.own)
 
     def join(self, others: list[Body]) -> None:
         for other in others:
@@ -284,15 +284,13 @@ def _nothing(frame: FrameType, event: str, argument: Any) -> None:
     """A global trace function, which has to be set for a frame's own to be called."""
 
 
-def write_names(frame: FrameType, values: dict[str, Any]) -> None:
-    """Assign ``values`` in ``frame`` the way its own code would."""
-    code = frame.f_code
-    if not code.co_flags & _OPTIMIZED:
+def write_names(frame: FrameType, values: dict[str, Any], own: frozenset[str]) -> None:
+    """Assign ``values`` in ``frame``, which has the variables ``own``, the way its code would."""
+    if not frame.f_code.co_flags & _OPTIMIZED:
         local = frame.f_locals
         for name, value in values.items():
             local[name] = value
         return
-    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     local = frame.f_locals
     for name, value in values.items():
         (local if name in own else frame.f_globals)[name] = value

@@ -262,11 +262,11 @@ class Envoy:
             return envoy
         if not isinstance(self._module, nn.Sequential | nn.ModuleList):
             raise TypeError(f"{self._path} is a {type(self._module).__name__}; its children go by name")
-        names = list(self._module._modules)[key] if isinstance(key, slice) else None
-        if names is not None:
-            return [self[name] for name in names]
+        children = list(self._module._modules.items())
+        if isinstance(key, slice):
+            return [self._child(name, module) for name, module in children[key] if module is not None]
         try:
-            return self[list(self._module._modules)[key]]
+            return self._child(*children[key])  # type: ignore[arg-type]
         except IndexError:
             raise IndexError(f"{self._path} has {len(self._module)} modules, there is no [{key}]") from None
 

@@ -132,7 +132,7 @@ class Run:
         self.begun[module] = number + 1
         self.last = module
         entry = None
-        if self.attentive or module in self.wanted:
+        if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
             entry = self._enter(module, number, (args, kwargs))
             args, kwargs = entry.event.value
         if entry is None or not entry.event.skips:
@@ -140,7 +140,7 @@ class Run:
         else:
             value = self._skipped(entry.event.skips)
         self.last = -module
-        if self.attentive or module in self.wanted:
+        if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
             value = self._leave(module, number, value, entry)
         self.ended[module] = number + 1
         return value
@@ -179,7 +179,7 @@ class Run:
                 if self.ready:
                     self._resume(self.ready.popleft())
                 elif waiting := self.waiting.get(place):
-                    worker = min(waiting, key=self.workers.index)
+                    worker = waiting[0] if len(waiting) == 1 else min(waiting, key=self.workers.index)
                     self._forget(worker)
                     if worker.rows is not None and worker not in event.views:
                         event.views[worker] = worker.rows.narrow(event.value)

@@ -4,8 +4,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,37 +53,44 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@contextmanager
-def interposed(modules: Iterable[nn.Module]) -> Iterator[None]:
+class interposed:
     """While entered, ``modules`` report their visits to the run on whose thread they are called."""
-    installed: list[nn.Module] = []
-    with _lock:
-        _begin()
-    try:
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
+        self._installed: list[nn.Module] = []
+
+    def __enter__(self) -> None:
         with _lock:
-            for module in modules:
-                slots = module.__dict__
-                forward = slots.get("forward")
-                if type(forward) is not _Forward:
-                    forward = slots["forward"] = _Forward(module)
-                forward.count += 1
-                installed.append(module)
-        yield
-    finally:
+            _begin()
+            try:
+                for module in self._modules:
+                    slots = module.__dict__
+                    forward = slots.get("forward")
+                    if type(forward) is not _Forward:
+                        forward = slots["forward"] = _Forward(module)
+                    forward.count += 1
+                    self._installed.append(module)
+            except BaseException:
+                self._remove()
+                raise
+
+    def __exit__(self, *_: object) -> None:
         with _lock:
-            for module in installed:
-                slots = module.__dict__
-                forward = slots.get("forward")
-                if (
-                    type(forward) is _Forward
-                ):  # else the model replaced it during the run: that is its to keep
-                    forward.count -= 1
-                    if not forward.count:
-                        if forward.own:
-                            slots["forward"] = forward.__wrapped__
-                        else:
-                            del slots["forward"]
-            _end()
+            self._remove()
+
+    def _remove(self) -> None:
+        for module in self._installed:
+            slots = module.__dict__
+            forward = slots.get("forward")
+            if type(forward) is _Forward:  # else the model replaced it during the run: that is its to keep
+                forward.count -= 1
+                if not forward.count:
+                    if forward.own:
+                        slots["forward"] = forward.__wrapped__
+                    else:
+                        del slots["forward"]
+        _end()
 
 
 def _begin() -> None:

@@ -37,6 +37,7 @@ class Site:
     rest: int | None  # the number of the first statement that is not one of them; None: there is none
     code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
+    own: frozenset[str]  # the variables of the function around it
     first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
     last_line: int
     guarded: tuple[
@@ -97,7 +98,17 @@ def _read(frame: FrameType) -> Site:
     if not names <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
     first = min(_first_line(body[0]), body[0].lineno) if body else None
-    return Site(compiled, reads, rest, code_from, frozenset(_names(compiled)), first, last, _guarded(frame))
+    return Site(
+        code=compiled,
+        reads=reads,
+        rest=rest,
+        code_from=code_from,
+        names=frozenset(_names(compiled)),
+        own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
+        first_line=first,
+        last_line=last,
+        guarded=_guarded(frame),
+    )
 
 
 def _source_of(frame: FrameType) -> str:

@@ -319,11 +319,9 @@ class InterleavingTracer(Capturing):
             return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
 
         (args, kwargs), caches = inputs, self._caches
-        with interposed(modules):
+        with interposed(modules.values()):
             workers = [Worker(body, rows) for body, rows in blocks]
-            run = self._run = Run(
-                workers, {id(each): 0 for each in modules}, saves, name_of, ambient.snapshot()
-            )
+            run = self._run = Run(workers, dict.fromkeys(modules, 0), saves, name_of, ambient.snapshot())
             for recorder in caches:
                 run.observe(recorder)
             try:
@@ -348,7 +346,8 @@ class ScanningTracer(InterleavingTracer):
         assert self.envoy is not None
         modules = _tree(self.envoy.module)
         before = [
-            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters)) for each in modules
+            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters))
+            for each in modules.values()
         ]
         meta = any(each.is_meta for each in self.envoy.module.parameters())
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
@@ -407,8 +406,8 @@ def _selected(
     return targets, paths
 
 
-def _tree(root: nn.Module) -> list[nn.Module]:
-    """Every module once; `nn.Module.modules` takes as long as a small forward."""
+def _tree(root: nn.Module) -> dict[int, nn.Module]:
+    """Every module once, by its id; `nn.Module.modules` takes as long as a small forward."""
     seen = {id(root): root}
     stack = [root]
     while stack:
@@ -416,7 +415,7 @@ def _tree(root: nn.Module) -> list[nn.Module]:
             if each is not None and id(each) not in seen:
                 seen[id(each)] = each
                 stack.append(each)
-    return list(seen.values())
+    return seen
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:

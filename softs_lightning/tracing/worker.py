@@ -231,32 +231,36 @@ class Worker:
 
     def serve(self) -> bool:
         """Read what the block begins with, as far as the model has come; False if its thread has to go on."""
-        run, reads = self.run, self.reads
-        self.waits_for = self.waits = None
+        run, reads, event = self.run, self.reads, self.run.event
         if reads is None:
             return False
+        reached = self.waits_for is not None and event is not None and event.place == self.waits_for[0]
+        self.waits_for = self.waits = None
         while (read := reads.next) is not None:
             self.at = read.at
-            wanted = reads.ask(run)
-            if wanted is None:
-                return False
-            module, kind, name = wanted
-            place, event = (module, kind, 0), run.event
-            if kind == STOP:
-                run.stop(self)
-            elif event is None or event.place != place:
-                try:
-                    run.check(self, place, name)
-                except (Cancelled, RuntimeError, ValueError):
-                    return False  # it is raised again on the line that asks
-                self.waits_for, self.waits = (place,), name
-                return True
-            else:
-                self.asked = True
-                if self not in event.views:
-                    event.views[self] = event.value if self.rows is None else self.rows.narrow(event.value)
-                if not reads.take(event.views[self], run.saves):
+            if not reached:
+                wanted = reads.ask(run)
+                if wanted is None:
                     return False
+                place = wanted[0], wanted[1], 0
+                if wanted[1] == STOP:
+                    run.stop(self)
+                    reads.go_on()
+                    continue
+                if event is None or event.place != place:
+                    try:
+                        run.check(self, place, wanted[2])
+                    except (Cancelled, RuntimeError, ValueError):
+                        return False  # it is raised again on the line that asks
+                    self.waits_for, self.waits = (place,), wanted[2]
+                    return True
+            assert event is not None
+            reached = False
+            self.asked = True
+            if self not in event.views:
+                event.views[self] = event.value if self.rows is None else self.rows.narrow(event.value)
+            if not reads.take(event.views[self], run.saves):
+                return False
             reads.go_on()
         if self.body.rest is None:
             self.alive = False
