@@ -266,7 +266,7 @@ class Envoy:
         if isinstance(key, slice):
             return [self._child(name, module) for name, module in children[key] if module is not None]
         try:
-            return self._child(*children[key])  # type: ignore[arg-type]
+            return self._child(*children[key])
         except IndexError:
             raise IndexError(f"{self._path} has {len(self._module)} modules, there is no [{key}]") from None
 

@@ -1,11 +1,11 @@
 """What a running trace puts around a model, and takes away again: a stand-in for the forward of each module,
-``Tensor.save``, and eager execution of what is compiled.
+eager execution of what is compiled, and around a block's thread ``Tensor.save``.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import nn
 from softs_lightning.tracing.saving import save
 from softs_lightning.tracing.worker import ACTIVE
 
-__all__ = ["interposed"]
+__all__ = ["interposed", "saveable"]
 
 _lock = threading.Lock()  # several threads may trace, even the same model, at once
-_traces = 0
-_shared = ExitStack()
+_traces = _blocks = 0
+_eager = ExitStack()
 
 
 class _Forward:
@@ -95,12 +95,9 @@ class interposed:
 
 def _begin() -> None:
     global _traces
-    if not _traces:
-        torch.Tensor.save = save  # type: ignore[attr-defined]
-        _shared.callback(delattr, torch.Tensor, "save")
-        # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
-        if "torch._dynamo" in sys.modules:
-            _shared.enter_context(torch.compiler.set_stance("force_eager"))
+    # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
+    if not _traces and "torch._dynamo" in sys.modules:
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
     _traces += 1
 
 
@@ -108,4 +105,20 @@ def _end() -> None:
     global _traces
     _traces -= 1
     if not _traces:
-        _shared.close()
+        _eager.close()
+
+
+@contextmanager
+def saveable() -> Iterator[None]:
+    """While entered, ``tensor.save()`` is `save` in functions that a block calls, too."""
+    global _blocks
+    with _lock:
+        _blocks += 1
+        torch.Tensor.save = save  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if not _blocks:
+                del torch.Tensor.save  # type: ignore[attr-defined]

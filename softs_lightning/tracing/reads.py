@@ -17,6 +17,8 @@ __all__ = ["SAVE", "STOP", "Locator", "Read", "Reads", "Where", "leading_reads"]
 SAVE = "@save"
 STOP = "stop"  # in place of a location's kind: the model is left here
 
+_PLAIN = "builtins", "torch", "torch.nn.parameter"  # whose classes have no `save` of their own
+
 Where = tuple[int, str, str]  # (id of the module, kind of the location, its name)
 Step = tuple[type[ast.expr], str | int]  # an attribute, a constant index, or an index by a variable
 
@@ -129,7 +131,7 @@ class Reads:
             value = args[0] if args else next(iter(kwargs.values()))
         if read.save is not None:
             own = getattr(type(value), "save", None)
-            plain = own is self._save or (own is None and type(value).__module__ == "builtins")
+            plain = own is self._save or (own is None and type(value).__module__ in _PLAIN)
             if read.save != "save" and not plain:
                 return False  # it may have a method of that name, which is called then
             saves.add(value)

@@ -2,7 +2,8 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map
 from softs_lightning.tracing.cache import CacheView, Recorder
 from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
 from softs_lightning.tracing.interleave import Run
-from softs_lightning.tracing.interpose import interposed
+from softs_lightning.tracing.interpose import interposed, saveable
 from softs_lightning.tracing.invoke import Invoker
 from softs_lightning.tracing.iterations import Barrier, Iterations
 from softs_lightning.tracing.reads import STOP, Where
@@ -321,7 +322,9 @@ class InterleavingTracer(Capturing):
         (args, kwargs), caches = inputs, self._caches
         with interposed(modules.values()):
             workers = [Worker(body, rows) for body, rows in blocks]
-            run = self._run = Run(workers, dict.fromkeys(modules, 0), saves, name_of, ambient.snapshot())
+            run = self._run = Run(
+                workers, dict.fromkeys(modules, 0), saves, name_of, _around(ambient.snapshot())
+            )
             for recorder in caches:
                 run.observe(recorder)
             try:
@@ -416,6 +419,17 @@ def _tree(root: nn.Module) -> dict[int, nn.Module]:
                 seen[id(each)] = each
                 stack.append(each)
     return seen
+
+
+def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """What each block with a thread runs in."""
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with saveable(), set_up():
+            yield
+
+    return around
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:

@@ -39,6 +39,8 @@ RESULT = 0  # in place of a module's id: what the traced call returned
 
 Place = tuple[int, str, int]  # (id of the module, ENTRY or OUTPUT, number of the visit)
 
+_MONITORING = getattr(sys, "monitoring", None)  # from Python 3.12 on
+
 PATIENCE = 10.0  # seconds that a block has to end in when it is told to
 
 
@@ -129,6 +131,7 @@ class Worker:
         self.reads: Reads | None = None  # what it begins with, until it has its thread
         self.at = 0  # the statement that its thread begins with
         self.baton: Baton
+        self.back: Baton  # the model's thread's
         self.thread: threading.Thread | None = None
         self.run: Run
 
@@ -147,7 +150,7 @@ class Worker:
             self.error = error.with_traceback(own_frames_removed(error.__traceback__))
         finally:
             self.alive = False
-            run.baton.give()
+            self.back.give()
 
     def _body(self) -> None:
         with self.run.ambient():
@@ -157,7 +160,7 @@ class Worker:
         """Let the model run on until it reaches one of ``places``."""
         run = self.run
         self.waits_for, self.waits = places, waits
-        run.baton.give()
+        self.back.give()
         self.baton.take()
         self.waits_for = self.waits = None
         if self.thrown is not None:
@@ -270,7 +273,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread, with the baton."""
-        self.baton = Baton()
+        self.baton, self.back = Baton(), self.run.baton
         # It begins with the baton: another hand-over would cost as much as the start itself.
         self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
         self.thread.start()
@@ -298,15 +301,14 @@ class Worker:
             else:
                 warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
         self.thread = self.rows = None
-        for name in ("body", "reads", "run", "tracer", "context"):
+        for name in ("body", "reads", "run", "tracer", "context", "back"):
             self.__dict__.pop(name, None)
         return ended
 
 
 def _watched() -> bool:
     """Whether something wants to see every line that runs."""
-    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
-    tools = monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
+    tools = _MONITORING is not None and any(_MONITORING.get_tool(number) for number in range(6))
     return bool(tools or sys.gettrace() or threading.gettrace())
 
 
