@@ -45,7 +45,7 @@ class Scope(dict[str, Any]):
 
     def __init__(self, frame: FrameType, names: frozenset[str]) -> None:
         around, local = frame.f_globals, frame.f_locals
-        super().__init__((name, local[name]) for name in names if name in local)
+        super().__init__({name: local[name] for name in names if name in local})
         if not frame.f_code.co_flags & _OPTIMIZED and frame.f_back is not None:
             outer = (
                 frame.f_back.f_locals

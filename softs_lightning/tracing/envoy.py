@@ -260,7 +260,7 @@ class Envoy:
                     raise KeyError(f"{self._path} has no module {key!r}; the nearest are {near}")
                 envoy = envoy._child(part, module)
             return envoy
-        if not isinstance(self._module, nn.Sequential | nn.ModuleList):
+        if not isinstance(self._module, _INDEXED):
             raise TypeError(f"{self._path} is a {type(self._module).__name__}; its children go by name")
         children = list(self._module._modules.items())
         if isinstance(key, slice):
@@ -296,6 +296,7 @@ class Envoy:
 
 
 _NAMES = frozenset(dir(Envoy))
+_INDEXED = nn.Sequential, nn.ModuleList
 _KINDS = {"output": OUTPUT, "inputs": ENTRY, "input": ENTRY}
 
 

@@ -100,8 +100,9 @@ class Run:
                 self._go_on()
                 self.finished = True
                 self._end_loops()
-                self._pause((RESULT, OUTPUT, 0), value)
-                self._go_on()
+                if RESULT in self.wanted:
+                    self._pause((RESULT, OUTPUT, 0), value)
+                    self._go_on()
                 value = None
             except BaseException as error:
                 if self.unwind is None or not _arose_from(error, self.unwind):
@@ -158,9 +159,10 @@ class Run:
         if self.unwind is not None:
             raise self.unwind
         value = self._pause((module, OUTPUT, number), value).value
-        tokens = entry.tokens if entry is not None else []
-        for observer, token in itertools.zip_longest(self.observers, tokens):
-            observer.left(module, value, token)
+        if self.observers:
+            tokens = entry.tokens if entry is not None else []
+            for observer, token in itertools.zip_longest(self.observers, tokens):
+                observer.left(module, value, token)
         if self.unwind is not None:
             raise self.unwind
         return value

@@ -112,13 +112,17 @@ class Reads:
             first: Locator = scope[read.name]
             if read.save == "save" and scope["save"] is not self._save:
                 return None
-            steps = [(how, scope[str(key)] if how is ast.Name else key) for how, key in read.steps]
+            if "_locate" not in type(first).__dict__:
+                return None  # a subclass may mean anything by its attributes
+            steps = []
+            for how, key in read.steps:
+                step = scope[str(key)] if how is ast.Name else key
+                if type(step) is not int and type(step) is not str:
+                    return None
+                steps.append((how is not ast.Attribute, step))
         except KeyError:
             return None
-        # A subclass may mean anything by its attributes, and so may an index.
-        if "_locate" not in type(first).__dict__ or any(type(key) not in (int, str) for _, key in steps):
-            return None
-        return first._locate(run, [(how is not ast.Attribute, key) for how, key in steps], read.kind)
+        return first._locate(run, steps, read.kind)
 
     def take(self, value: Any, saves: Any) -> bool:
         """Hand the next one its value; False if that takes more than this."""

@@ -323,7 +323,11 @@ class InterleavingTracer(Capturing):
         with interposed(modules.values()):
             workers = [Worker(body, rows) for body, rows in blocks]
             run = self._run = Run(
-                workers, dict.fromkeys(modules, 0), saves, name_of, _around(ambient.snapshot())
+                workers,
+                dict.fromkeys(modules, 0),
+                saves,
+                name_of,
+                functools.partial(_around, ambient.snapshot()),
             )
             for recorder in caches:
                 run.observe(recorder)
@@ -421,15 +425,11 @@ def _tree(root: nn.Module) -> dict[int, nn.Module]:
     return seen
 
 
-def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-    """What each block with a thread runs in."""
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        with saveable(), set_up():
-            yield
-
-    return around
+@contextmanager
+def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """What a block with a thread runs in."""
+    with saveable(), set_up():
+        yield
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:

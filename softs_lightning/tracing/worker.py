@@ -138,7 +138,6 @@ class Worker:
     # On the block's own thread.
 
     def _main(self) -> None:
-        run = self.run
         ACTIVE.worker = self
         if self.tracer is not None and threading.gettrace() is None:
             sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
@@ -158,7 +157,6 @@ class Worker:
 
     def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
         """Let the model run on until it reaches one of ``places``."""
-        run = self.run
         self.waits_for, self.waits = places, waits
         self.back.give()
         self.baton.take()
