@@ -251,8 +251,6 @@ class InterleavingTracer(Capturing):
         except Exception as error:
             if isinstance(error, AttributeError) and error.name == "save":
                 error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
-            if self.args and isinstance(self.args[0], str) and self.envoy._tokenizer is None:
-                error.add_note("the input is text; to have it tokenized, use Envoy(model, tokenizer=...)")
             raise
         finally:
             for each, _ in blocks:
@@ -313,6 +311,8 @@ class InterleavingTracer(Capturing):
         call = module if self.fn is None else self.fn
         if isinstance(call, str):
             call = getattr(module, call)
+        if any(isinstance(each, str) for each in leaves(inputs[0])):
+            call = _given_text(call)
         modules = _tree(module)
 
         def name_of(key: int, kind: str) -> str:
@@ -388,11 +388,13 @@ def _selected(
     envoy: "Envoy", modules: "Sequence[Envoy | str] | None"
 ) -> tuple[dict[int, str], dict[str, str]]:
     """Which modules are meant, by id; and the path of every module, by each of the paths that lead to it."""
+    from softs_lightning.selectors import all_names  # not for a trace without a cache: it loads much
+
     root = envoy.path
     first: dict[int, str] = {}
     paths: dict[str, str] = {}
     by_path: dict[str, nn.Module] = {}
-    for name, module in envoy.module.named_modules(remove_duplicate=False):
+    for name, module in all_names(envoy.module).items():
         path = f"{root}.{name}" if name else root
         by_path[path] = module
         paths[path] = first.setdefault(id(module), path)
@@ -423,6 +425,21 @@ def _tree(root: nn.Module) -> dict[int, nn.Module]:
                 seen[id(each)] = each
                 stack.append(each)
     return seen
+
+
+def _given_text(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model may take text, but most cannot; ``call`` then fails on something that says nothing of it."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
+                "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
+            ) from error
+
+    return explained
 
 
 @contextmanager

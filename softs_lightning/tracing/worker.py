@@ -7,6 +7,7 @@ import contextvars
 import ctypes
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class Worker:
         self.thrown: BaseException | None = None
         self.error: BaseException | None = None
         self.alive = False
+        self.entered = False  # whether an exception that is raised in its thread would be met
         self.reads: Reads | None = None  # what it begins with, until it has its thread
         self.at = 0  # the statement that its thread begins with
         self.baton: Baton
@@ -138,10 +140,11 @@ class Worker:
     # On the block's own thread.
 
     def _main(self) -> None:
-        ACTIVE.worker = self
-        if self.tracer is not None and threading.gettrace() is None:
-            sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
         try:
+            self.entered = True
+            ACTIVE.worker = self
+            if self.tracer is not None and threading.gettrace() is None:
+                sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
             self.context.run(self._body)
         except Cancelled:
             pass
@@ -274,16 +277,19 @@ class Worker:
         self.baton, self.back = Baton(), self.run.baton
         # It begins with the baton: another hand-over would cost as much as the start itself.
         self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except Exception:
+            self.thread = None
+            self.baton.close()
+            raise
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise ``kind`` in the block while it is running."""
-        if self.thread is None:
-            return
-        if self.thread.ident is None:  # it could not even be started
-            self.alive, self.thread = False, None
-            self.baton.close()
-        elif self.alive:
+        patience = time.monotonic() + PATIENCE
+        while self.thread is not None and not self.entered and time.monotonic() < patience:
+            time.sleep(0.001)  # it was interrupted while the thread was being started
+        if self.thread is not None and self.thread.ident is not None and self.alive:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.thread.ident), ctypes.py_object(kind)
             )

@@ -555,6 +555,18 @@ def test_a_thread_that_cannot_be_started_is_an_error_at_once(model, net, x, monk
     assert watch.clean()
 
 
+def test_ctrl_c_while_a_thread_is_being_started(model, net, x, monkeypatch):
+    start, run = threading.Thread.start, threading.Thread.run
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        watch = Watch(net)
+        patch.setattr(threading.Thread, "run", lambda self: time.sleep(0.1) or run(self))
+        patch.setattr(
+            threading.Thread, "start", lambda self: start(self) or signal.raise_signal(signal.SIGINT)
+        )
+        computed(model, x)
+    assert watch.clean()
+
+
 def test_a_model_that_turns_every_error_into_its_own_is_stopped_all_the_same(x):
     class Wraps(nn.Module):
         def __init__(self) -> None:
