@@ -114,19 +114,15 @@ def all_names(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(all_names(net))
     ['', '0', '1']
     """
-    found: dict[str, nn.Module] = {}
-    around: list[nn.Module] = []
+    return dict(_walk("", model, ()))
 
-    def visit(path: str, module: nn.Module) -> None:
-        found[path] = module
-        around.append(module)
-        for name, child in module._modules.items():
-            if child is not None and all(child is not each for each in around):
-                visit(f"{path}.{name}" if path else name, child)
-        around.pop()
 
-    visit("", model)
-    return found
+def _walk(path: str, module: nn.Module, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    around = (*around, module)
+    for name, child in module._modules.items():
+        if child is not None and all(child is not each for each in around):
+            yield from _walk(f"{path}.{name}" if path else name, child, around)
 
 
 def _find(modules: dict[str, nn.Module], name: str) -> Target | None:
