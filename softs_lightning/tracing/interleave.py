@@ -238,8 +238,10 @@ class Run:
                 worker.start()
                 self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
+            if worker.thread is None or worker.waits is not None:
+                raise  # or just before it was given the baton, or after it had given it back
             worker.interrupt(type(interruption))
-            if worker.thread is not None and not self.baton.take(PATIENCE):
+            if not self.baton.take(PATIENCE):
                 warnings.warn("a traced block goes on after an interruption", stacklevel=2)
             worker.error = None
             raise
@@ -318,7 +320,8 @@ class Run:
                     break
             if worker.error is not None:
                 error, worker.error = worker.error, None
-                warnings.warn(f"a traced block raised {error!r} while it was being ended", stacklevel=2)
+                if not isinstance(error, KeyboardInterrupt):  # which this thread has met as well
+                    warnings.warn(f"a traced block raised {error!r} while it was being ended", stacklevel=2)
                 del error
 
     def _release(self) -> None:

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softs_lightning.tracing import Envoy, OutOfOrderError, save
+from softs_lightning.tracing.baton import Baton
+from softs_lightning.tracing.worker import Worker
 
 
 @pytest.fixture
@@ -625,3 +627,21 @@ def test_teacher_and_student_are_traced_in_a_training_step(precision):
         trainer.fit(student, data)
     assert student.plain == [True, True]
     assert not torch.equal(student.net[0].weight, before)
+
+
+def test_ctrl_c_just_before_a_block_is_given_the_baton(model, net, x, monkeypatch):
+    give, taken, watch = Baton.give, [], Watch(net)
+
+    def interrupted(self):
+        if threading.current_thread() is threading.main_thread() and not taken:
+            taken.append(1)
+            raise KeyboardInterrupt
+        give(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Baton, "give", interrupted)
+        patch.setattr(Worker, "interrupt", lambda *_: taken.append("interrupted"))
+        with model.trace(x):
+            (model.first.output * 2).save()
+    assert taken == [1]  # the block sleeps, so nothing is raised in it, and nobody waits for it to give up
+    assert watch.clean()
