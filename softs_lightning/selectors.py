@@ -60,6 +60,7 @@ __all__ = [
     "ROOT",
     "Target",
     "UnknownModuleError",
+    "all_names",
     "has_selector",
     "nearest",
     "never_called",
@@ -96,11 +97,32 @@ def resolve_module(model: nn.Module, name: str) -> Target:
     """
     if name in (ROOT, ""):
         return Target("", model)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = all_names(model)
     found = _find(modules, name)
     if found is None:
         raise UnknownModuleError(_unknown(model, name, list(modules)))
     return found
+
+
+def all_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` under each of its names, as ``named_modules(remove_duplicate=False)`` has them.
+
+    A module is not looked for inside of itself, where a model holds one that leads back to it.
+
+    >>> net = nn.Sequential(nn.ReLU(), nn.Sequential())
+    >>> net[1].add_module("up", net)
+    >>> list(all_names(net))
+    ['', '0', '1']
+    """
+    return dict(_walk("", model, ()))
+
+
+def _walk(path: str, module: nn.Module, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    around = (*around, module)
+    for name, child in module._modules.items():
+        if child is not None and all(child is not each for each in around):
+            yield from _walk(f"{path}.{name}" if path else name, child, around)
 
 
 def _find(modules: dict[str, nn.Module], name: str) -> Target | None:
@@ -168,7 +190,7 @@ class _Resolver:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = all_names(model)
         self.places: dict[str, list[str]] = {}
         for path in self.modules:
             self.places.setdefault(strip_wrappers(path), []).append(path)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from softs_lightning.selectors import UnknownModuleError, nearest, resolve_module, strip_wrappers
+from softs_lightning.product import ProductSpec
+from softs_lightning.selectors import (
+    UnknownModuleError,
+    all_names,
+    nearest,
+    resolve_module,
+    resolve_spec,
+    strip_wrappers,
+)
 from tests.models import MLP, mlp
 
 
@@ -120,3 +128,18 @@ def test_the_nearest_names_are_offered() -> None:
 def test_wrappers_are_stripped_anywhere() -> None:
     assert strip_wrappers("module._orig_mod.a.module.b") == "a.b"
     assert strip_wrappers("modules.a") == "modules.a"
+
+
+def test_a_module_that_leads_back_to_itself_is_not_looked_for_inside_of_itself() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    net[1].add_module("up", net)
+    assert resolve_module(net, "1.0").module is net[1][0]
+    assert list(all_names(net)) == [name for name, _ in net.named_modules()]
+    assert str(resolve_spec(net, ProductSpec.parse("outputs[@Linear]"))) == "outputs[0|1.0]"
+    with pytest.raises(UnknownModuleError, match=r"no module named '1\.up'"):
+        resolve_module(net, "1.up")
+
+
+def test_all_names_are_those_of_torch_where_nothing_leads_back() -> None:
+    tied = Tied()
+    assert all_names(tied) == dict(tied.named_modules(remove_duplicate=False))

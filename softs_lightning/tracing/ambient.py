@@ -37,12 +37,15 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
     ]
     cache = torch.is_autocast_cache_enabled()
     # There is no public way to look at the two stacks of modes, nor at the hooks for saved tensors.
-    functions: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    functions: list[Any] = []
+    if torch._C._len_torch_function_stack():
+        functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     dispatches: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    # A default device is a mode, too.
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) if functions else None
     cuda: tuple[int, torch.cuda.Stream] | None = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.current_device(), torch.cuda.current_stream()
 
     usual = grad and not inference and cache and _USUAL.issuperset(autocast)

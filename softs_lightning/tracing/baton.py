@@ -33,6 +33,12 @@ class Baton:
         return True
 
     def close(self) -> None:
-        """Afterwards it cannot be used; closing twice is an error."""
-        os.close(self._reader)
-        os.close(self._writer)
+        """Afterwards it cannot be used; closing twice is harmless."""
+        ends = self._reader, self._writer
+        self._reader = self._writer = -1
+        for end in ends:
+            if end >= 0:
+                os.close(end)
+
+    def __del__(self) -> None:
+        self.close()  # where Ctrl-C kept a run from doing it

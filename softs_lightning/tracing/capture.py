@@ -13,7 +13,8 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Self
 
 from softs_lightning.tracing.errors import Skip
-from softs_lightning.tracing.source import SAVE, Site, site_of
+from softs_lightning.tracing.reads import SAVE, Read
+from softs_lightning.tracing.source import Site, site_of
 
 __all__ = ["Body", "Capturing", "FunctionBody", "Scope", "WithBody", "own_frames_removed", "without_context"]
 
@@ -44,7 +45,7 @@ class Scope(dict[str, Any]):
 
     def __init__(self, frame: FrameType, names: frozenset[str]) -> None:
         around, local = frame.f_globals, frame.f_locals
-        super().__init__((name, local[name]) for name in names if name in local)
+        super().__init__({name: local[name] for name in names if name in local})
         if not frame.f_code.co_flags & _OPTIMIZED and frame.f_back is not None:
             outer = (
                 frame.f_back.f_locals
@@ -97,7 +98,12 @@ class Scope(dict[str, Any]):
 class Body:
     """Something to run as a block."""
 
-    def run(self) -> Any:
+    scope: dict[str, Any]
+    reads: tuple[Read, ...] = ()  # what it begins with
+    rest: int | None = 0  # the number of its first statement that is no read; None: there is none
+
+    def run(self, start: int = 0) -> Any:
+        """Run it, without the first ``start`` statements."""
         raise NotImplementedError
 
     def push(self, keep: Callable[[Any], bool]) -> None:
@@ -122,18 +128,20 @@ class WithBody(Body):
     def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
         self.frame: FrameType | None = frame
         self.code: CodeType = site.code
-        self.scope = Scope(frame, site.names)
+        self.code_from = site.code_from
+        self.reads, self.rest, self.own = site.reads, site.rest, site.own
+        self.scope: Scope = Scope(frame, site.names)
         dict.__setitem__(self.scope, SAVE, save)
 
-    def run(self) -> None:
-        exec(self.code, self.scope)
+    def run(self, start: int = 0) -> None:
+        exec(self.code_from(start) if start else self.code, self.scope)
 
     def push(self, keep: Callable[[Any], bool]) -> None:
         frame, scope = self.frame, self.scope
         assert frame is not None
         values = {name: value for name, value in scope.new().items() if name != SAVE and keep(value)}
         if values:
-            write_names(frame, values)
+            write_names(frame, values, self.own)
 
     def join(self, others: list[Body]) -> None:
         for other in others:
@@ -179,7 +187,7 @@ class FunctionBody(Body):
         self.arguments = arguments
         self.value: Any = None
 
-    def run(self) -> None:
+    def run(self, start: int = 0) -> None:
         assert self.function is not None
         self.value = self.function(*self.arguments)
 
@@ -276,15 +284,13 @@ def _nothing(frame: FrameType, event: str, argument: Any) -> None:
     """A global trace function, which has to be set for a frame's own to be called."""
 
 
-def write_names(frame: FrameType, values: dict[str, Any]) -> None:
-    """Assign ``values`` in ``frame`` the way its own code would."""
-    code = frame.f_code
-    if not code.co_flags & _OPTIMIZED:
+def write_names(frame: FrameType, values: dict[str, Any], own: frozenset[str]) -> None:
+    """Assign ``values`` in ``frame``, which has the variables ``own``, the way its code would."""
+    if not frame.f_code.co_flags & _OPTIMIZED:
         local = frame.f_locals
         for name, value in values.items():
             local[name] = value
         return
-    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     local = frame.f_locals
     for name, value in values.items():
         (local if name in own else frame.f_globals)[name] = value

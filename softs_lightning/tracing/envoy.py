@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from softs_lightning.tracing.capture import FunctionBody
+from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.invoke import Outcome
+from softs_lightning.tracing.reads import Where
 from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
@@ -119,6 +121,25 @@ class Envoy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to anything, in a block or not. It is not a visit: nobody sees its input or output."""
         return self._module(*args, **kwargs)
+
+    def _locate(self, run: Run, steps: list[tuple[bool, Any]], kind: str) -> Where | None:
+        envoy = self
+        for index, key in steps:
+            if index:
+                try:
+                    envoy = envoy[key]
+                except (LookupError, TypeError):
+                    return None
+            else:
+                module = envoy._module
+                child = module._modules.get(key)
+                if child is None or key in _NAMES or hasattr(type(module), key):
+                    return None
+                envoy = envoy._child(key, child)
+        location = _KINDS.get(kind)
+        if location is None:
+            return None
+        return id(envoy._module), location, f"{envoy._path}.{location}"
 
     def _worker(self, what: str) -> Worker:
         return current_worker(f"{self._path}.{what}")
@@ -239,13 +260,13 @@ class Envoy:
                     raise KeyError(f"{self._path} has no module {key!r}; the nearest are {near}")
                 envoy = envoy._child(part, module)
             return envoy
-        if not isinstance(self._module, nn.Sequential | nn.ModuleList):
+        if not isinstance(self._module, _INDEXED):
             raise TypeError(f"{self._path} is a {type(self._module).__name__}; its children go by name")
-        names = list(self._module._modules)[key] if isinstance(key, slice) else None
-        if names is not None:
-            return [self[name] for name in names]
+        children = list(self._module._modules.items())
+        if isinstance(key, slice):
+            return [self._child(name, module) for name, module in children[key] if module is not None]
         try:
-            return self[list(self._module._modules)[key]]
+            return self._child(*children[key])
         except IndexError:
             raise IndexError(f"{self._path} has {len(self._module)} modules, there is no [{key}]") from None
 
@@ -272,6 +293,11 @@ class Envoy:
 
     def __repr__(self) -> str:
         return f"{self._path}: {self._module!r}"
+
+
+_NAMES = frozenset(dir(Envoy))
+_INDEXED = nn.Sequential, nn.ModuleList
+_KINDS = {"output": OUTPUT, "inputs": ENTRY, "input": ENTRY}
 
 
 def _is_own_method(module: nn.Module, name: str, value: Any) -> bool:

@@ -4,7 +4,7 @@ No torch here. The model's side calls `Run.visit` whenever a module is called, a
 block has something to do at that location.
 """
 
-import contextvars
+import functools
 import itertools
 import warnings
 from collections import deque
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from softs_lightning.tracing.baton import Baton
 from softs_lightning.tracing.errors import Cancelled, OutOfOrderError, Unwind
+from softs_lightning.tracing.saving import Saves, save
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, PATIENCE, RESULT, Event, Place, Step, Worker
 
 __all__ = ["Observer", "Run"]
@@ -54,7 +55,7 @@ class Run:
         self,
         workers: list[Worker],
         members: dict[int, int],
-        saves: Any,
+        saves: Saves,
         name_of: Callable[[int, str], str],
         ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -62,7 +63,6 @@ class Run:
         self.saves = saves
         self.name_of = name_of
         self.ambient = ambient
-        self.baton: Baton
         self.waiting: dict[Place, list[Worker]] = {}
         self.wanted: dict[int, int] = {}
         self.ready: deque[Worker] = deque()
@@ -79,6 +79,11 @@ class Run:
         self.over = False
         self.cancelled = False
 
+    @functools.cached_property
+    def baton(self) -> Baton:
+        """This thread's, to take back from the block that was given its own."""
+        return Baton()
+
     # On the model's thread.
 
     def drive(self, call: Callable[[], Any]) -> None:
@@ -88,7 +93,6 @@ class Run:
             BaseException: what the call or a block raised, as it was raised.
         """
         outer, ACTIVE.run = ACTIVE.run, self
-        self.baton = Baton()
         try:
             try:
                 self._start()
@@ -96,8 +100,9 @@ class Run:
                 self._go_on()
                 self.finished = True
                 self._end_loops()
-                self._pause((RESULT, OUTPUT, 0), value)
-                self._go_on()
+                if RESULT in self.wanted:
+                    self._pause((RESULT, OUTPUT, 0), value)
+                    self._go_on()
                 value = None
             except BaseException as error:
                 if self.unwind is None or not _arose_from(error, self.unwind):
@@ -128,7 +133,7 @@ class Run:
         self.begun[module] = number + 1
         self.last = module
         entry = None
-        if self.attentive or module in self.wanted:
+        if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
             entry = self._enter(module, number, (args, kwargs))
             args, kwargs = entry.event.value
         if entry is None or not entry.event.skips:
@@ -136,7 +141,7 @@ class Run:
         else:
             value = self._skipped(entry.event.skips)
         self.last = -module
-        if self.attentive or module in self.wanted:
+        if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
             value = self._leave(module, number, value, entry)
         self.ended[module] = number + 1
         return value
@@ -154,16 +159,18 @@ class Run:
         if self.unwind is not None:
             raise self.unwind
         value = self._pause((module, OUTPUT, number), value).value
-        tokens = entry.tokens if entry is not None else []
-        for observer, token in itertools.zip_longest(self.observers, tokens):
-            observer.left(module, value, token)
+        if self.observers:
+            tokens = entry.tokens if entry is not None else []
+            for observer, token in itertools.zip_longest(self.observers, tokens):
+                observer.left(module, value, token)
         if self.unwind is not None:
             raise self.unwind
         return value
 
     def _start(self) -> None:
         for worker in self.workers:
-            self._resume(worker, worker.start(self, contextvars.copy_context()))
+            worker.begin(self, save)
+            self._resume(worker)
             self._go_on()
 
     def _pause(self, place: Place, value: Any) -> Event:
@@ -174,7 +181,7 @@ class Run:
                 if self.ready:
                     self._resume(self.ready.popleft())
                 elif waiting := self.waiting.get(place):
-                    worker = min(waiting, key=self.workers.index)
+                    worker = waiting[0] if len(waiting) == 1 else min(waiting, key=self.workers.index)
                     self._forget(worker)
                     if worker.rows is not None and worker not in event.views:
                         event.views[worker] = worker.rows.narrow(event.value)
@@ -221,15 +228,20 @@ class Run:
         assert rows is not None
         return rows.gather([value for _, value in skips])
 
-    def _resume(self, worker: Worker, start: Callable[[], None] | None = None) -> None:
+    def _resume(self, worker: Worker) -> None:
         """Let a block run until it waits for something or ends."""
-        give = start or worker.baton.give
         try:
-            give()
-            self.baton.take()
+            if worker.thread is not None:
+                worker.baton.give()
+                self.baton.take()
+            elif not worker.serve():
+                worker.start()
+                self.baton.take()
         except BaseException as interruption:  # Ctrl-C while the block had the baton
+            if worker.thread is None or worker.waits is not None:
+                raise  # or just before it was given the baton, or after it had given it back
             worker.interrupt(type(interruption))
-            if worker.thread is not None and not self.baton.take(PATIENCE):
+            if not self.baton.take(PATIENCE):
                 warnings.warn("a traced block goes on after an interruption", stacklevel=2)
             worker.error = None
             raise
@@ -283,7 +295,8 @@ class Run:
             if self.stopper is not None:
                 return  # stopping ends every block, and is no error
             self._forget(worker)
-            worker.thrown = self._explain(worker)
+            if worker.thread is not None:
+                worker.thrown = self._explain(worker)
             self._resume(worker)
             if self.failure is not None:
                 return
@@ -297,6 +310,7 @@ class Run:
         self.cancelled = True
         for worker in self.workers:
             tries = 0
+            worker.alive = worker.alive and worker.thread is not None
             while worker.alive:
                 worker.waits_for = None
                 worker.thrown = Cancelled()
@@ -306,12 +320,13 @@ class Run:
                     break
             if worker.error is not None:
                 error, worker.error = worker.error, None
-                warnings.warn(f"a traced block raised {error!r} while it was being ended", stacklevel=2)
+                if not isinstance(error, KeyboardInterrupt):  # which this thread has met as well
+                    warnings.warn(f"a traced block raised {error!r} while it was being ended", stacklevel=2)
                 del error
 
     def _release(self) -> None:
         ended = [worker.close() for worker in self.workers]
-        if all(ended):
+        if all(ended) and "baton" in self.__dict__:
             self.baton.close()  # else a thread that was left behind might give it, to whatever came after
         self.workers, self.observers = [], []
         self.waiting.clear()

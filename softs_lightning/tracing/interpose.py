@@ -1,5 +1,5 @@
 """What a running trace puts around a model, and takes away again: a stand-in for the forward of each module,
-``Tensor.save``, and eager execution of what is compiled.
+eager execution of what is compiled, and around a block's thread ``Tensor.save``.
 """
 
 import sys
@@ -14,11 +14,11 @@ from torch import nn
 from softs_lightning.tracing.saving import save
 from softs_lightning.tracing.worker import ACTIVE
 
-__all__ = ["interposed"]
+__all__ = ["interposed", "saveable"]
 
 _lock = threading.Lock()  # several threads may trace, even the same model, at once
-_traces = 0
-_shared = ExitStack()
+_traces = _blocks = 0
+_eager = ExitStack()
 
 
 class _Forward:
@@ -53,47 +53,51 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@contextmanager
-def interposed(modules: Iterable[nn.Module]) -> Iterator[None]:
+class interposed:
     """While entered, ``modules`` report their visits to the run on whose thread they are called."""
-    installed: list[nn.Module] = []
-    with _lock:
-        _begin()
-    try:
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
+        self._installed: list[nn.Module] = []
+
+    def __enter__(self) -> None:
         with _lock:
-            for module in modules:
-                slots = module.__dict__
-                forward = slots.get("forward")
-                if type(forward) is not _Forward:
-                    forward = slots["forward"] = _Forward(module)
-                forward.count += 1
-                installed.append(module)
-        yield
-    finally:
+            _begin()
+            try:
+                for module in self._modules:
+                    slots = module.__dict__
+                    forward = slots.get("forward")
+                    if type(forward) is not _Forward:
+                        forward = slots["forward"] = _Forward(module)
+                    forward.count += 1
+                    self._installed.append(module)
+            except BaseException:
+                self._remove()
+                raise
+
+    def __exit__(self, *_: object) -> None:
         with _lock:
-            for module in installed:
-                slots = module.__dict__
-                forward = slots.get("forward")
-                if (
-                    type(forward) is _Forward
-                ):  # else the model replaced it during the run: that is its to keep
-                    forward.count -= 1
-                    if not forward.count:
-                        if forward.own:
-                            slots["forward"] = forward.__wrapped__
-                        else:
-                            del slots["forward"]
-            _end()
+            self._remove()
+
+    def _remove(self) -> None:
+        for module in self._installed:
+            slots = module.__dict__
+            forward = slots.get("forward")
+            if type(forward) is _Forward:  # else the model replaced it during the run: that is its to keep
+                forward.count -= 1
+                if not forward.count:
+                    if forward.own:
+                        slots["forward"] = forward.__wrapped__
+                    else:
+                        del slots["forward"]
+        _end()
 
 
 def _begin() -> None:
     global _traces
-    if not _traces:
-        torch.Tensor.save = save  # type: ignore[attr-defined]
-        _shared.callback(delattr, torch.Tensor, "save")
-        # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
-        if "torch._dynamo" in sys.modules:
-            _shared.enter_context(torch.compiler.set_stance("force_eager"))
+    # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
+    if not _traces and "torch._dynamo" in sys.modules:
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
     _traces += 1
 
 
@@ -101,4 +105,20 @@ def _end() -> None:
     global _traces
     _traces -= 1
     if not _traces:
-        _shared.close()
+        _eager.close()
+
+
+@contextmanager
+def saveable() -> Iterator[None]:
+    """While entered, ``tensor.save()`` is `save` in functions that a block calls, too."""
+    global _blocks
+    with _lock:
+        _blocks += 1
+        torch.Tensor.save = save  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if not _blocks:
+                del torch.Tensor.save  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from softs_lightning.tracing.worker import ACTIVE
 __all__ = ["Saves", "current_saves", "save", "save_or_call"]
 
 T = TypeVar("T")
+_SEQUENCES = tuple, list  # to make a union of them takes longer than to look
 
 
 class Saves:
@@ -25,11 +26,11 @@ class Saves:
         if id(value) in self._kept:
             return
         self._kept[id(value)] = value
-        if isinstance(value, Mapping):
-            for each in value.values():
-                self.add(each)
-        elif isinstance(value, tuple | list):
+        if isinstance(value, _SEQUENCES):
             for each in value:
+                self.add(each)
+        elif isinstance(value, Mapping):
+            for each in value.values():
                 self.add(each)
 
     def keeps(self, value: Any) -> bool:

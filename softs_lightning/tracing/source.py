@@ -14,16 +14,14 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
 from softs_lightning.tracing.errors import WithBlockNotFoundError
+from softs_lightning.tracing.reads import SAVE, Read, leading_reads
 
-__all__ = ["SAVE", "Site", "site_of"]
-
-# The hidden name that `value.save()` is compiled to inside a block; no identifier can collide with it.
-SAVE = "@save"
+__all__ = ["Site", "site_of"]
 
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -32,10 +30,14 @@ _FUTURE = functools.reduce(
 
 @dataclass(frozen=True)
 class Site:
-    """One with statement in the source: its body as code, and where the body lies."""
+    """One with statement in the source: its body, as code and as what can be read without it, and where it lies."""
 
     code: CodeType
+    reads: tuple[Read, ...]
+    rest: int | None  # the number of the first statement that is not one of them; None: there is none
+    code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
+    own: frozenset[str]  # the variables of the function around it
     first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
     last_line: int
     guarded: tuple[
@@ -87,13 +89,26 @@ def _read(frame: FrameType) -> Site:
         raise ValueError(
             f"{where}: the body of a trace cannot start with try:; put any other statement before it"
         )
-    compiled = _compile(statement, owner, frame)
+    module = _module(statement, owner, frame)
+    code_from = functools.cache(_compiler(module.body, code))
+    compiled = code_from(0)
+    reads, rest = leading_reads(module.body)
     names = _names(compiled) - {SAVE, "save"}
     last = statement.end_lineno or statement.lineno
     if not names <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
     first = min(_first_line(body[0]), body[0].lineno) if body else None
-    return Site(compiled, frozenset(_names(compiled)), first, last, _guarded(frame))
+    return Site(
+        code=compiled,
+        reads=reads,
+        rest=rest,
+        code_from=code_from,
+        names=frozenset(_names(compiled)),
+        own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
+        first_line=first,
+        last_line=last,
+        guarded=_guarded(frame),
+    )
 
 
 def _source_of(frame: FrameType) -> str:
@@ -197,11 +212,10 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _compile(statement: ast.With, owner: str | None, frame: FrameType) -> CodeType:
+def _module(statement: ast.With, owner: str | None, frame: FrameType) -> ast.Module:
     code = frame.f_code
     arguments = code.co_varnames[: code.co_argcount]
     rewrite = _Rewrite(owner, arguments[0] if arguments else None)
-    # The leading statement keeps a text that comes first from becoming the docstring of a module.
     start = ast.copy_location(ast.Pass(), statement.body[0])
     module = ast.Module([start, *(rewrite.visit(node) for node in statement.body)], type_ignores=[])
     ast.fix_missing_locations(module)
@@ -209,22 +223,28 @@ def _compile(statement: ast.With, owner: str | None, frame: FrameType) -> CodeTy
         sys.modules["_pytest.assertion.rewrite"].rewrite_asserts(module, b"", code.co_filename)
         # Without its two imports, which the globals around have.
         module.body = [each for each in module.body if not _is_pytests(each)]
-    try:
-        compiled = compile(
-            module,
-            code.co_filename,
-            "exec",
-            flags=code.co_flags & _FUTURE,
-            dont_inherit=True,
-        )
-    except SyntaxError as error:
-        error.msg += (
-            " (the body of a trace runs apart from the code around it: return, break, continue, yield, "
-            "await and nonlocal cannot reach across its edge)"
-        )
-        raise error.with_traceback(None) from None
-    renamed: CodeType = compiled.replace(co_name=code.co_name, co_qualname=code.co_qualname)
-    return renamed
+    return module
+
+
+def _compiler(body: list[ast.stmt], code: CodeType) -> Callable[[int], CodeType]:
+    """What compiles ``body`` from a statement on, as part of ``code``; it must not keep that alive."""
+    file, name, qualified, flags = code.co_filename, code.co_name, code.co_qualname, code.co_flags & _FUTURE
+
+    def compiled_from(start: int) -> CodeType:
+        # The first statement does nothing, but keeps a text that comes next from becoming a docstring.
+        module = ast.Module([*body[:1], *body[max(start, 1) :]], type_ignores=[])
+        try:
+            compiled = compile(module, file, "exec", flags=flags, dont_inherit=True)
+        except SyntaxError as error:
+            error.msg += (
+                " (the body of a trace runs apart from the code around it: return, break, continue, yield, "
+                "await and nonlocal cannot reach across its edge)"
+            )
+            raise error.with_traceback(None) from None
+        renamed: CodeType = compiled.replace(co_name=name, co_qualname=qualified)
+        return renamed
+
+    return compiled_from
 
 
 def _is_pytests(node: ast.stmt) -> bool:

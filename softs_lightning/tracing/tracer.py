@@ -2,7 +2,8 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,10 @@ from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map
 from softs_lightning.tracing.cache import CacheView, Recorder
 from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
 from softs_lightning.tracing.interleave import Run
-from softs_lightning.tracing.interpose import interposed
+from softs_lightning.tracing.interpose import interposed, saveable
 from softs_lightning.tracing.invoke import Invoker
 from softs_lightning.tracing.iterations import Barrier, Iterations
+from softs_lightning.tracing.reads import STOP, Where
 from softs_lightning.tracing.saving import Saves, current_saves, save_or_call
 from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, current_worker
 
@@ -213,6 +215,11 @@ class InterleavingTracer(Capturing):
         """
         return Invoker(self, args, kwargs)
 
+    def _locate(self, run: Run, steps: list[tuple[bool, Any]], kind: str) -> Where | None:
+        if steps or run is not self._run or kind not in ("result", STOP):
+            return None
+        return RESULT, OUTPUT if kind == "result" else STOP, f"tracer.{kind}"
+
     def _worker(self, what: str) -> Worker:
         worker = current_worker(what)
         if worker.run is not self._run:
@@ -244,8 +251,6 @@ class InterleavingTracer(Capturing):
         except Exception as error:
             if isinstance(error, AttributeError) and error.name == "save":
                 error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
-            if self.args and isinstance(self.args[0], str) and self.envoy._tokenizer is None:
-                error.add_note("the input is text; to have it tokenized, use Envoy(model, tokenizer=...)")
             raise
         finally:
             for each, _ in blocks:
@@ -306,6 +311,8 @@ class InterleavingTracer(Capturing):
         call = module if self.fn is None else self.fn
         if isinstance(call, str):
             call = getattr(module, call)
+        if any(isinstance(each, str) for each in leaves(inputs[0])):
+            call = _given_text(call)
         modules = _tree(module)
 
         def name_of(key: int, kind: str) -> str:
@@ -313,10 +320,14 @@ class InterleavingTracer(Capturing):
             return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
 
         (args, kwargs), caches = inputs, self._caches
-        with interposed(modules):
+        with interposed(modules.values()):
             workers = [Worker(body, rows) for body, rows in blocks]
             run = self._run = Run(
-                workers, {id(each): 0 for each in modules}, saves, name_of, ambient.snapshot()
+                workers,
+                dict.fromkeys(modules, 0),
+                saves,
+                name_of,
+                functools.partial(_around, ambient.snapshot()),
             )
             for recorder in caches:
                 run.observe(recorder)
@@ -342,7 +353,8 @@ class ScanningTracer(InterleavingTracer):
         assert self.envoy is not None
         modules = _tree(self.envoy.module)
         before = [
-            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters)) for each in modules
+            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters))
+            for each in modules.values()
         ]
         meta = any(each.is_meta for each in self.envoy.module.parameters())
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
@@ -376,11 +388,13 @@ def _selected(
     envoy: "Envoy", modules: "Sequence[Envoy | str] | None"
 ) -> tuple[dict[int, str], dict[str, str]]:
     """Which modules are meant, by id; and the path of every module, by each of the paths that lead to it."""
+    from softs_lightning.selectors import all_names  # not for a trace without a cache: it loads much
+
     root = envoy.path
     first: dict[int, str] = {}
     paths: dict[str, str] = {}
     by_path: dict[str, nn.Module] = {}
-    for name, module in envoy.module.named_modules(remove_duplicate=False):
+    for name, module in all_names(envoy.module).items():
         path = f"{root}.{name}" if name else root
         by_path[path] = module
         paths[path] = first.setdefault(id(module), path)
@@ -401,8 +415,8 @@ def _selected(
     return targets, paths
 
 
-def _tree(root: nn.Module) -> list[nn.Module]:
-    """Every module once; `nn.Module.modules` takes as long as a small forward."""
+def _tree(root: nn.Module) -> dict[int, nn.Module]:
+    """Every module once, by its id; `nn.Module.modules` takes as long as a small forward."""
     seen = {id(root): root}
     stack = [root]
     while stack:
@@ -410,7 +424,29 @@ def _tree(root: nn.Module) -> list[nn.Module]:
             if each is not None and id(each) not in seen:
                 seen[id(each)] = each
                 stack.append(each)
-    return list(seen.values())
+    return seen
+
+
+def _given_text(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model may take text, but most cannot; ``call`` then fails on something that says nothing of it."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
+                "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
+            ) from error
+
+    return explained
+
+
+@contextmanager
+def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """What a block with a thread runs in."""
+    with saveable(), set_up():
+        yield
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:

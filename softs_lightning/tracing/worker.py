@@ -7,6 +7,7 @@ import contextvars
 import ctypes
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from softs_lightning.tracing.baton import Baton
 from softs_lightning.tracing.capture import Body, own_frames_removed
 from softs_lightning.tracing.errors import Cancelled, OutsideTraceError
+from softs_lightning.tracing.reads import STOP, Reads
 
 if TYPE_CHECKING:
     from softs_lightning.tracing.interleave import Run
@@ -37,6 +39,8 @@ ENTRY, OUTPUT = "input", "output"
 RESULT = 0  # in place of a module's id: what the traced call returned
 
 Place = tuple[int, str, int]  # (id of the module, ENTRY or OUTPUT, number of the visit)
+
+_MONITORING = getattr(sys, "monitoring", None)  # from Python 3.12 on
 
 PATIENCE = 10.0  # seconds that a block has to end in when it is told to
 
@@ -125,35 +129,39 @@ class Worker:
         self.thrown: BaseException | None = None
         self.error: BaseException | None = None
         self.alive = False
+        self.entered = False  # whether an exception that is raised in its thread would be met
+        self.reads: Reads | None = None  # what it begins with, until it has its thread
+        self.at = 0  # the statement that its thread begins with
         self.baton: Baton
+        self.back: Baton  # the model's thread's
         self.thread: threading.Thread | None = None
         self.run: Run
 
     # On the block's own thread.
 
-    def _main(self, run: "Run", context: contextvars.Context) -> None:
-        ACTIVE.worker = self
-        if self.tracer is not None and threading.gettrace() is None:
-            sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
+    def _main(self) -> None:
         try:
-            context.run(self._body, run)
+            self.entered = True
+            ACTIVE.worker = self
+            if self.tracer is not None and threading.gettrace() is None:
+                sys.settrace(self.tracer)  # a debugger's, which would not see the block otherwise
+            self.context.run(self._body)
         except Cancelled:
             pass
         except BaseException as error:
             self.error = error.with_traceback(own_frames_removed(error.__traceback__))
         finally:
             self.alive = False
-            run.baton.give()
+            self.back.give()
 
-    def _body(self, run: "Run") -> None:
-        with run.ambient():
-            self.body.run()
+    def _body(self) -> None:
+        with self.run.ambient():
+            self.body.run(self.at)
 
     def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
         """Let the model run on until it reaches one of ``places``."""
-        run = self.run
         self.waits_for, self.waits = places, waits
-        run.baton.give()
+        self.back.give()
         self.baton.take()
         self.waits_for = self.waits = None
         if self.thrown is not None:
@@ -216,24 +224,72 @@ class Worker:
 
     # On the model's thread.
 
-    def start(self, run: "Run", context: contextvars.Context) -> Callable[[], None]:
-        """Make the thread; what is returned starts it, with the baton."""
+    def begin(self, run: "Run", save: Callable[[Any], Any]) -> None:
+        """Take part in a run, with the state of this thread as it is now."""
         self.run = run
         self.alive = True
+        self.context = contextvars.copy_context()
         self.tracer = sys.gettrace()
-        self.baton = Baton()
+        if self.body.reads and not _watched():
+            self.reads = Reads(self.body.reads, self.body.scope, save)
+
+    def serve(self) -> bool:
+        """Read what the block begins with, as far as the model has come; False if its thread has to go on."""
+        run, reads, event = self.run, self.reads, self.run.event
+        if reads is None:
+            return False
+        reached = self.waits_for is not None and event is not None and event.place == self.waits_for[0]
+        self.waits_for = self.waits = None
+        while (read := reads.next) is not None:
+            self.at = read.at
+            if not reached:
+                wanted = reads.ask(run)
+                if wanted is None:
+                    return False
+                place = wanted[0], wanted[1], 0
+                if wanted[1] == STOP:
+                    run.stop(self)
+                    reads.go_on()
+                    continue
+                if event is None or event.place != place:
+                    try:
+                        run.check(self, place, wanted[2])
+                    except (Cancelled, RuntimeError, ValueError):
+                        return False  # it is raised again on the line that asks
+                    self.waits_for, self.waits = (place,), wanted[2]
+                    return True
+            assert event is not None
+            reached = False
+            self.asked = True
+            if self not in event.views:
+                event.views[self] = event.value if self.rows is None else self.rows.narrow(event.value)
+            if not reads.take(event.views[self], run.saves):
+                return False
+            reads.go_on()
+        if self.body.rest is None:
+            self.alive = False
+            return True
+        self.at = self.body.rest
+        return False
+
+    def start(self) -> None:
+        """Start the thread, with the baton."""
+        self.baton, self.back = Baton(), self.run.baton
         # It begins with the baton: another hand-over would cost as much as the start itself.
-        self.thread = threading.Thread(
-            target=self._main, args=(run, context), name="traced block", daemon=True
-        )
-        return self.thread.start
+        self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
+        try:
+            self.thread.start()
+        except Exception:
+            self.thread = None
+            self.baton.close()
+            raise
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise ``kind`` in the block while it is running."""
-        if self.thread is None or self.thread.ident is None:  # it could not even be started
-            self.alive, self.thread = False, None
-            self.baton.close()
-        elif self.alive:
+        patience = time.monotonic() + PATIENCE
+        while self.thread is not None and not self.entered and time.monotonic() < patience:
+            time.sleep(0.001)  # it was interrupted while the thread was being started
+        if self.thread is not None and self.thread.ident is not None and self.alive:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.thread.ident), ctypes.py_object(kind)
             )
@@ -249,10 +305,15 @@ class Worker:
             else:
                 warnings.warn("a traced block did not end and its thread was left behind", stacklevel=2)
         self.thread = self.rows = None
-        del self.body
-        self.__dict__.pop("run", None)
-        self.__dict__.pop("tracer", None)
+        for name in ("body", "reads", "run", "tracer", "context", "back"):
+            self.__dict__.pop(name, None)
         return ended
+
+
+def _watched() -> bool:
+    """Whether something wants to see every line that runs."""
+    tools = _MONITORING is not None and any(_MONITORING.get_tool(number) for number in range(6))
+    return bool(tools or sys.gettrace() or threading.gettrace())
 
 
 class Step:

@@ -1,22 +1,31 @@
-"""The cost of a trace, beside nnsight's on the same nets, and the time to import the subpackage.
+"""A trace beside nnsight's on the same nets, and the import of the subpackage.
 
-    python tests/benchmarks/bench_tracing.py --peer-python ENV/bin/python
-
-The peer lives in an environment of its own (torch and nnsight), named by ``--peer-python`` or
-``SOFTS_PEER_PYTHON``. Two processes, one for each side, take turns, many times; a round is one turn of each and
-gives one ratio. Printed are medians over the rounds with the quartiles of the ratios. Without a peer only this
-side is measured.
+The peer lives in an environment of its own (torch and nnsight), whose interpreter ``SOFTS_PEER_PYTHON`` names;
+without it, traces are compared with plain calls only. Each side is a process of its own. They take turns, many
+times, and the order turns too; a round is a turn of each, the median time of many calls, and gives one ratio.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.benchmarks import Row
+
 ROOT = Path(__file__).parents[2]
+ROUNDS, CALLS = 15, 200
+NETS = {"small": "6 Linear(16, 16), batch 2", "deep": "12 MLP blocks of 64, 61 modules, batch 8"}
+CASES = {
+    "raw": "a plain call",
+    "one": "one read",
+    "six": "six reads",
+    "changed": "an output doubled, another read",
+}
 
 SIDE = r"""
 import json, sys, time, statistics
@@ -44,12 +53,11 @@ torch.manual_seed(0)
 small, deep = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]), nn.Sequential(*[Block(64) for _ in range(12)])
 inputs = {"small": torch.randn(2, 16), "deep": torch.randn(8, 64)}
 nets = {"small": small, "deep": deep}
-plain = {name: net for name, net in nets.items()}
 envoys = {name: Envoy(net) for name, net in nets.items()}
 
 
 def raw(name):
-    plain[name](inputs[name])
+    nets[name](inputs[name])
 
 
 def one(name):
@@ -71,9 +79,17 @@ def six(name):
     return a, b, c, d, e, f
 
 
+def changed(name):
+    envoy = envoys[name]
+    with envoy.trace(inputs[name]):
+        envoy[2].output = envoy[2].output * 2
+        a = envoy[5].output.save()
+    return a
+
+
 for line in sys.stdin:
     case, name, calls = json.loads(line)
-    function, times = {"raw": raw, "one": one, "six": six}[case], []
+    function, times = {"raw": raw, "one": one, "six": six, "changed": changed}[case], []
     for _ in range(calls):
         start = time.perf_counter()
         function(name)
@@ -97,10 +113,11 @@ class Side:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def measure(self, case: str, net: str, calls: int) -> float:
+    def measure(self, case: str, net: str) -> float:
+        """The median time of a call in us."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps([case, net, calls]), file=self.process.stdin, flush=True)
+        print(json.dumps([case, net, CALLS]), file=self.process.stdin, flush=True)
         return float(self.process.stdout.readline())
 
     def close(self) -> None:
@@ -109,53 +126,54 @@ class Side:
         self.process.wait()
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
-
-
-def compare(peer_python: str | None, rounds: int, calls: int) -> None:
-    ours = Side(sys.executable, "ours")
-    peer = Side(peer_python, "peer") if peer_python else None
-    cases = [(case, net) for net in ("small", "deep") for case in ("raw", "one", "six")]
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {case: [] for case in cases}
-    for number in range(rounds + 1):
-        for case in cases:
-            pair = ours.measure(*case, calls), peer.measure(*case, calls) if peer else float("nan")
-            if number:  # the first round warms up
-                times[case].append(pair)
-    for (case, net), pairs in times.items():
-        here, there = (statistics.median(side) for side in zip(*pairs, strict=True))
-        raw = statistics.median(pair[0] for pair in times["raw", net])
-        line = f"{net:6}{case:4} {here:8.1f} us, {here / raw:5.2f} x raw"
-        if peer:
-            line += f"; peer {there:8.1f} us; ratio {quartiles([a / b for a, b in pairs])}"
-        print(line)
-    for side in (ours, peer):
-        if side:
+def rows() -> Iterator[Row]:
+    peer = os.environ.get("SOFTS_PEER_PYTHON")
+    sides = {"ours": Side(sys.executable, "ours")}
+    if peer:
+        sides["peer"] = Side(peer, "peer")
+    cases = [(case, net) for net in NETS for case in CASES]
+    times: dict[tuple[str, str, str], list[float]] = {(w, *case): [] for w in sides for case in cases}
+    try:
+        for number in range(ROUNDS + 1):
+            for case in cases:
+                for which in sorted(sides, reverse=bool(number % 2)):
+                    measured = sides[which].measure(*case)
+                    if number:  # the first round warms up
+                        times[which, *case].append(measured)
+    finally:
+        for side in sides.values():
             side.close()
+    for case, net in cases:
+        ours = times["ours", case, net]
+        if peer:
+            limit = 1.0 if case in ("one", "six") else None
+            yield _row(NETS[net], f"{CASES[case]} / nnsight's", ours, times["peer", case, net], limit)
+        if case != "raw":
+            yield _row(NETS[net], f"{CASES[case]} / a plain call", ours, times["ours", "raw", net])
+    yield _imports()
 
 
-def imports(repeats: int) -> None:
+def _row(
+    setting: str, compared: str, ours: list[float], others: list[float], limit: float | None = None
+) -> Row:
+    ratios = [here / there for here, there in zip(ours, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"{setting}: {compared}: {statistics.median(ours):.1f} us to {statistics.median(others):.1f} us",
+        file=sys.stderr,
+    )
+    return Row(setting, f"{compared}, quartiles", middle, low, high, limit)
+
+
+def _imports() -> Row:
     """How long the subpackage takes to import over torch alone, by turns in fresh processes."""
 
     def once(what: str) -> float:
         command = [sys.executable, "-c", IMPORTED.format(what)]
-        return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+        said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+        return float(said) * 1e6
 
     once("softs_lightning.tracing")
-    pairs = [(once("softs_lightning.tracing"), once("torch")) for _ in range(repeats)]
-    here, torch = (statistics.median(side) for side in zip(*pairs, strict=True))
-    print(f"import {here:.2f} s, torch {torch:.2f} s; ratio {quartiles([a / b for a, b in pairs])}")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peer-python", default=os.environ.get("SOFTS_PEER_PYTHON"))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=200)
-    options = parser.parse_args()
-    compare(options.peer_python, options.rounds, options.calls)
-    imports(max(options.rounds // 2, 4))
+    pairs = [(once("softs_lightning.tracing"), once("torch")) for _ in range(7)]
+    ours, torch = (list(side) for side in zip(*pairs, strict=True))
+    return _row("import, fresh processes", "softs_lightning.tracing / torch", ours, torch, 1.05)

@@ -458,11 +458,13 @@ def test_text_without_a_tokenizer_or_a_padding_token_is_refused(gpt, tokenizer):
         Envoy(gpt).trace() as tracer,
     ):
         tracer.invoke("the cat")
-    with pytest.raises(TypeError, match="indices") as caught, Envoy(gpt).trace("the cat"):
-        _ = 1
-    assert caught.value.__notes__ == [
-        "the input is text; to have it tokenized, use Envoy(model, tokenizer=...)"
-    ]
+    for text in ("the cat", ["the cat", "a mat"]):
+        expected = r"was given text and failed on it .* Envoy\(model, tokenizer=tokenizer\)"
+        with pytest.raises(TypeError, match=expected) as caught, Envoy(gpt).trace(text):
+            _ = 1
+        assert isinstance(caught.value.__cause__, TypeError | AttributeError)
+    with pytest.raises(TypeError, match=r"^mine$"), Envoy(gpt).trace("the cat"):
+        raise TypeError("mine")
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"set `tokenizer\.pad_token`"):
         with Envoy(gpt, tokenizer=bare).trace(["the cat", "a"]):

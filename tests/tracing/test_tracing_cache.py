@@ -225,3 +225,14 @@ def test_a_cache_keeps_no_model_alive(net, x):
         assert cache["model.0"].output.shape == (4, 3)
     finally:
         gc.enable()
+
+
+def test_a_model_that_holds_itself_is_recorded_once(x):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh()))
+    net[1].add_module("up", net)
+    net.forward = lambda x: net[1][0](net[0](x))
+    model = Envoy(net)
+    with model.trace(x) as tracer:
+        cache = tracer.cache()
+    assert cache.keys() == ["model.0", "model.1.0", "model"]
+    assert torch.equal(cache["model.1.0"].output, torch.tanh(net[0](x)))

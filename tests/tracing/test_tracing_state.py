@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softs_lightning.tracing import Envoy, OutOfOrderError, save
+from softs_lightning.tracing.baton import Baton
+from softs_lightning.tracing.worker import Worker
 
 
 @pytest.fixture
@@ -236,6 +238,12 @@ def fine(model, x):
         model.first.output.save()
 
 
+def computed(model, x):  # which takes a thread
+    with model.trace(x):
+        hidden = model.first.output.save()
+        (hidden * 2).save()
+
+
 def stopped(model, x):
     with model.trace(x) as tracer:
         model.first.output.save()
@@ -323,7 +331,7 @@ def ctrl_c_in_the_block(model, x):
 
 
 ENDINGS = [
-    fine, stopped, block_error, early_error, model_error, too_late, siblings, collecting, exit_, scanned, functions,
+    fine, computed, stopped, block_error, early_error, model_error, too_late, siblings, collecting, exit_, scanned, functions,
     ctrl_c_in_the_model, ctrl_c_in_the_block,
 ]  # fmt: skip
 
@@ -356,11 +364,13 @@ def test_everything_is_freed_without_the_garbage_collector(ending):
 
 
 def test_a_thousand_traces_leave_nothing(model, net, x):
-    fine(model, x)
+    both = fine, computed
+    for trace in both:
+        trace(model, x)
     gc.collect()
     watch, objects = Watch(net), len(gc.get_objects())
-    for _ in range(1000):
-        fine(model, x)
+    for number in range(1000):
+        both[number % 2](model, x)
     assert watch.clean()
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
@@ -543,7 +553,19 @@ def test_a_thread_that_cannot_be_started_is_an_error_at_once(model, net, x, monk
     watch = Watch(net)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
         patch.setattr(threading.Thread, "start", start)
-        fine(model, x)
+        computed(model, x)
+    assert watch.clean()
+
+
+def test_ctrl_c_while_a_thread_is_being_started(model, net, x, monkeypatch):
+    start, run = threading.Thread.start, threading.Thread.run
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        watch = Watch(net)
+        patch.setattr(threading.Thread, "run", lambda self: time.sleep(0.1) or run(self))
+        patch.setattr(
+            threading.Thread, "start", lambda self: start(self) or signal.raise_signal(signal.SIGINT)
+        )
+        computed(model, x)
     assert watch.clean()
 
 
@@ -605,3 +627,21 @@ def test_teacher_and_student_are_traced_in_a_training_step(precision):
         trainer.fit(student, data)
     assert student.plain == [True, True]
     assert not torch.equal(student.net[0].weight, before)
+
+
+def test_ctrl_c_just_before_a_block_is_given_the_baton(model, net, x, monkeypatch):
+    give, taken, watch = Baton.give, [], Watch(net)
+
+    def interrupted(self):
+        if threading.current_thread() is threading.main_thread() and not taken:
+            taken.append(1)
+            raise KeyboardInterrupt
+        give(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Baton, "give", interrupted)
+        patch.setattr(Worker, "interrupt", lambda *_: taken.append("interrupted"))
+        with model.trace(x):
+            (model.first.output * 2).save()
+    assert taken == [1]  # the block sleeps, so nothing is raised in it, and nobody waits for it to give up
+    assert watch.clean()
