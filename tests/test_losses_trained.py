@@ -229,10 +229,10 @@ def test_whitened_embeddings_have_unit_covariance() -> None:
         ),
         (lambda: losses.SRD(4, 4, exponent=0), "exponent"),
         (lambda: losses.MGD(4, 4, ratio=1.0), r"ratio must lie in \[0, 1\)"),
-        (lambda: losses.MGD(4, 4)(draw(1, 4, 4, 4), draw(1, 4, 2, 2)), "the generated map"),
+        (lambda: losses.MGD(4, 4)(draw(1, 4, 4, 4), draw(1, 4, 2, 2)), "maps of one batch and size"),
         (lambda: losses.ReviewKD([4], [4, 8]), "as many stages a side"),
         (lambda: losses.ReviewKD([4], [4])([], []), "1 maps a side"),
-        (lambda: losses.CRD(4, 4, samples=1), "samples 2"),
+        (lambda: losses.CRD(4, 4, samples=1), "samples must be 2"),
         (lambda: losses.CRD(4, 4, samples=3, labels=torch.zeros(3)), "two at least"),
         (lambda: losses.CRD(4, 4, samples=3, momentum=1.0), "momentum"),
         (
@@ -240,8 +240,8 @@ def test_whitened_embeddings_have_unit_covariance() -> None:
             "index",
         ),
         (lambda: losses.QueueKL(4)(draw(2, 4), draw(2, 5)), "QueueKL compares embeddings"),
-        (lambda: losses.QueueKL(0), "features and size"),
-        (lambda: losses.WhitenedCosine.fit(draw(3, 6)), "6 components asked for, 3 samples span 2"),
+        (lambda: losses.QueueKL(0), "QueueKL's features"),
+        (lambda: losses.WhitenedCosine.fit(draw(3, 6)), "6 components, 3 samples span 2"),
         (lambda: losses.WhitenedCosine(torch.zeros(3), torch.zeros(4, 2)), "matrix"),
     ],
 )

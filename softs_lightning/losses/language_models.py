@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from softs_lightning.losses.arithmetic import DistillationLoss, Normalizer, pick, positive, unit_interval
+from softs_lightning.losses.arithmetic import (
+    DistillationLoss,
+    Normalizer,
+    one_of,
+    pick,
+    positive,
+    unit_interval,
+    whole,
+)
 from softs_lightning.losses.divergences import DIRECTIONS
 from softs_lightning.losses.heads import Head, find_head, head_of, head_settings
 from softs_lightning.losses.linear import linear_ce_kl, linear_jsd, linear_kl
@@ -32,9 +40,8 @@ class _LinearLoss(DistillationLoss):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be 1 at least, got {chunk_size!r}")
-        self.chunk_size = chunk_size
+        name = type(self).__name__
+        self.chunk_size = None if chunk_size is None else whole(f"{name}'s chunk_size", chunk_size)
         self._names = (student_head, teacher_head)
         self._softcaps = (student_softcap, teacher_softcap)
         self._scales = (student_scale, teacher_scale)
@@ -113,10 +120,8 @@ class LinearKL(_LinearLoss):
 
     def __init__(self, temperature: float = 1.0, direction: str = "forward", **options: Any) -> None:
         super().__init__(**options)
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.temperature = positive("LinearKL's temperature", temperature)
+        self.direction = one_of("LinearKL's direction", direction, DIRECTIONS)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -154,8 +159,8 @@ class LinearJSD(_LinearLoss):
         self, beta: float = 0.5, temperature: float = 1.0, *, normalized: bool = False, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.beta = unit_interval("beta", beta)
-        self.temperature = positive("temperature", temperature)
+        self.beta = unit_interval("LinearJSD's beta", beta)
+        self.temperature = positive("LinearJSD's temperature", temperature)
         self.normalized = normalized
 
     def forward(
@@ -209,11 +214,9 @@ class LinearCEKL(_LinearLoss):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.hard = unit_interval("hard", hard)
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.hard = unit_interval("LinearCEKL's hard", hard)
+        self.temperature = positive("LinearCEKL's temperature", temperature)
+        self.direction = one_of("LinearCEKL's direction", direction, DIRECTIONS)
         self.labels = labels
         self.shift = shift
 
@@ -231,7 +234,7 @@ class LinearCEKL(_LinearLoss):
             student,
             teacher,
             *self.heads(),
-            labels.to(student.device).long(),
+            labels,
             hard=self.hard,
             temperature=self.temperature,
             direction=self.direction,

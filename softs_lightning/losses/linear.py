@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softs_lightning.losses.arithmetic import Normalizer, divisor, eager, raised
+from softs_lightning.losses.arithmetic import (
+    Normalizer,
+    divisor,
+    eager,
+    named,
+    one_of,
+    positive,
+    raised,
+    unit_interval,
+    whole,
+)
 from softs_lightning.losses.divergences import DIRECTIONS, mixture_logs
 from softs_lightning.losses.heads import Head
 from softs_lightning.losses.tokens import IGNORE, next_labels
@@ -51,16 +61,12 @@ def _kl_terms(direction: str) -> Terms:
         return (one[0] + two[0]) / 2, one[1].add_(two[1]).div_(2)
 
     terms = {"forward": forward, "reverse": reverse, "symmetric": symmetric}
-    if direction not in terms:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    return terms[direction]
+    return terms[one_of("direction", direction, DIRECTIONS)]
 
 
 def _jsd_terms(beta: float, normalized: bool) -> Terms:
-    if beta in (0, 1):
+    if unit_interval("beta", beta) in (0, 1):
         return _kl_terms("forward" if beta == 0 else "reverse")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}")
     weight = 1 / (beta * (1 - beta)) if normalized else 1.0
 
     def terms(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +214,10 @@ def _chunked_mean(
     hard: float = 0.0,
 ) -> Tensor:
     raised(student, teacher)
-    if student.shape[:-1] != teacher.shape[:-1]:
+    positive("temperature", temperature)
+    if chunk_size is not None:
+        whole("chunk_size", chunk_size)
+    if not student.ndim or not teacher.ndim or student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(
             f"hidden states must agree in all but their features, got student {tuple(student.shape)} and "
             f"teacher {tuple(teacher.shape)}"
@@ -229,6 +238,10 @@ def _chunked_mean(
             raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens {tuple(valid.shape)}")
         valid = mask != 0
     if labels is not None:
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+            raise TypeError(f"labels are a tensor of whole numbers, got {got}")
+        labels = labels.to(student.device).long()
         if labels.shape != valid.shape:
             raise ValueError(f"labels {tuple(labels.shape)} do not match the tokens {tuple(valid.shape)}")
         valid = valid & (labels != IGNORE)
@@ -270,6 +283,7 @@ def _shared_vocabulary(student: Head, teacher: Head) -> tuple[Head, Head]:
     return student.cut(shared), teacher.cut(shared)
 
 
+@named
 def linear_kl(
     student: Tensor,
     teacher: Tensor,
@@ -315,6 +329,7 @@ def linear_kl(
     )
 
 
+@named
 def linear_jsd(
     student: Tensor,
     teacher: Tensor,
@@ -348,6 +363,7 @@ def linear_jsd(
     )
 
 
+@named
 def linear_ce_kl(
     student: Tensor,
     teacher: Tensor,
@@ -385,6 +401,7 @@ def linear_ce_kl(
     >>> linear_ce_kl(hidden, hidden, head, head, torch.tensor([[0, 0, 1]]), hard=1.0).item()
     0.0
     """
+    unit_interval("hard", hard)
     if shift:
         labels = next_labels(labels)
     return _chunked_mean(

@@ -20,7 +20,9 @@ from softs_lightning.losses.arithmetic import (
     mean_over_rows,
     non_negative,
     positive,
+    raised,
     unit_rows,
+    whole,
 )
 from softs_lightning.losses.divergences import kl_rows
 
@@ -148,6 +150,8 @@ def minilm_relation(
     >>> minilm_relation(states, states, heads=2).item()
     0.0
     """
+    positive("temperature", temperature)
+    whole("heads", heads)
     logs = [
         _relation(x, heads, temperature, mask, side)
         for x, side in ((student, "student"), (teacher, "teacher"))
@@ -230,10 +234,8 @@ class MiniLMRelation(DistillationLoss):
 
     def __init__(self, heads: int, temperature: float = 1.0) -> None:
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"heads must be 1 at least, got {heads!r}")
-        self.heads = heads
-        self.temperature = positive("temperature", temperature)
+        self.heads = whole("MiniLMRelation's heads", heads)
+        self.temperature = positive("MiniLMRelation's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -269,8 +271,15 @@ class PKD(DistillationLoss):
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
     ) -> Tensor:
+        student, teacher = raised(student, teacher)
         check_same_shape(student, teacher, type(self).__name__)
         if self.token is not None and student.ndim == 3:
+            if not -student.shape[1] <= self.token < student.shape[1]:
+                raise ValueError(f"PKD compares token {self.token}, got {tuple(student.shape)}")
+            if mask is not None and mask.shape != student.shape[:2]:
+                raise ValueError(
+                    f"PKD's mask {tuple(mask.shape)} does not match the tokens of {tuple(student.shape)}"
+                )
             student, teacher = student[:, self.token], teacher[:, self.token]
             mask = None if mask is None else mask[:, self.token]
         return patient_distance(student, teacher, mask=mask, normalizer=normalizer)

@@ -18,17 +18,17 @@ __all__ = ["COMPARISONS", "WITHOUT_A_PEER", "Comparison", "Difference", "compare
 COMPARISONS: list[Comparison] = [*LOGITS, *LANGUAGE_MODELS, *FEATURES, *RELATIONS, *RANKINGS]
 
 WITHOUT_A_PEER: dict[str, str] = {
-    "CKA": "against a float64 loop in `tests/test_losses_relations.py`",
-    "ChannelWise": "against scipy in `tests/test_losses_maps.py`; mmrazor, which has it, does not install",
-    "DKD": "against its decomposition of scipy's KL in `tests/test_losses_logits.py`",
-    "MiniLMRelation": "against a float64 loop in `tests/test_losses_features.py`",
-    "NST": "against the kernels written out in `tests/test_losses_maps.py`; TextBrewer's `mmd_loss` is another loss",
-    "OFD": "against scipy's truncated normal and a loop in `tests/test_losses_maps.py`",
-    "QueueKL": "against a queue kept by hand in `tests/test_losses_trained.py`",
-    "SigmoidKL": "against scipy in `tests/test_losses_logits.py`",
-    "SkewedKL": "against scipy in `tests/test_losses_divergences.py`",
-    "TopKKL": "against scipy in `tests/test_losses_logits.py`",
-    "TotalVariation": "against numpy in `tests/test_losses_divergences.py`; Liger's needs Triton",
-    "WhitenedCosine": "against sklearn's PCA in `tests/test_losses_trained.py`",
+    "CKA": "test_losses_relations.py::test_cka_equals_its_definition_on_either_path",
+    "ChannelWise": "test_losses_maps.py::test_channel_wise_equals_scipys_entropies",
+    "DKD": "test_losses_logits.py::test_dkd_equals_its_two_divergences",
+    "MiniLMRelation": "test_losses_maps.py::test_minilm_equals_a_loop_over_relation_heads",
+    "NST": "test_losses_maps.py::test_nst_equals_sklearns_kernels",
+    "OFD": "test_losses_maps.py::test_ofd_equals_its_three_cases",
+    "QueueKL": "test_losses_trained.py::test_queue_kl_compares_with_what_was_pushed_and_no_more",
+    "SigmoidKL": "test_losses_logits.py::test_sigmoid_kl_equals_binary_entropies",
+    "SkewedKL": "test_losses_divergences.py::test_skewed_kl_equals_the_kl_to_the_mixture",
+    "TopKKL": "test_losses_logits.py::test_topk_kl_equals_the_kl_of_k_classes_and_a_bucket",
+    "TotalVariation": "test_losses_divergences.py::test_total_variation_is_half_the_l1_distance",
+    "WhitenedCosine": "test_losses_trained.py::test_whitened_embeddings_have_unit_covariance",
 }
-"""Losses that no installable peer has, and what they are checked against instead."""
+"""Losses that no installable peer has, and the test that checks them against something else."""

@@ -29,6 +29,12 @@ def of_outputs(name: str, *, where: str = "output_path", **options: Any) -> Func
     return other
 
 
+def similarity_by_sums(student: Tensor, teacher: Tensor) -> Tensor:
+    """Rows of the similarity matrix over the sum of their magnitudes, not over their length."""
+    one, two = (F.normalize(x @ x.T, p=1) for x in (student, teacher))
+    return (one - two).square().mean()
+
+
 def pkt(student: Tensor, teacher: Tensor) -> Tensor:
     loss = module("torchdistill.losses.mid_level").PKTLoss("m", "output", "m", "output")
     result: Tensor = loss({"m": {"output": student}}, {"m": {"output": teacher}})
@@ -101,6 +107,8 @@ RELATIONS = [
         of_outputs("SPKDLoss", reduction="batchmean"),
         STUDENT,
         TEACHER,
+        reason="divides each row of similarities by its L1 norm, the paper (eq. 2) by its L2 norm",
+        corrected=similarity_by_sums,
     ),
     Comparison(
         "CorrelationCongruence",

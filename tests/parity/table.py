@@ -49,7 +49,7 @@ def row(name: str, comparison: Comparison) -> str:
 def page(line: Callable[[str, Comparison], str] = row) -> str:
     """The whole page."""
     lines = [line(comparison.ours, comparison) for comparison in COMPARISONS]
-    alone = "\n".join(f"| `{name}` | {what} |" for name, what in sorted(WITHOUT_A_PEER.items()))
+    alone = "\n".join(f"| `{name}` | `tests/{what}` |" for name, what in sorted(WITHOUT_A_PEER.items()))
     versions = ", ".join(f"{peer} {version(peer)}" for peer in PEERS)
     return (
         HEAD
