@@ -110,8 +110,10 @@ class CRD(DistillationLoss):
         self.index = index
         self.student_embed = nn.Linear(student_features, dim)
         self.teacher_embed = nn.Linear(teacher_features, dim)
-        self.register_buffer("student_memory", unit_rows(torch.randn(samples, dim)))
-        self.register_buffer("teacher_memory", unit_rows(torch.randn(samples, dim)))
+        # From a seed of its own, for one beginning on all ranks: not every strategy hands out buffers.
+        start = unit_rows(torch.randn(2, samples, dim, generator=torch.Generator("cpu").manual_seed(0)))
+        self.register_buffer("student_memory", start[0].clone())
+        self.register_buffer("teacher_memory", start[1].clone())
         self.register_buffer("log_constants", torch.full((2,), math.nan))
         # Samples in order of their class; each one's run of like samples begins at first and has length
         # alike. Without labels a sample is like itself alone.

@@ -107,7 +107,7 @@ RELATIONS = [
         of_outputs("SPKDLoss", reduction="batchmean"),
         STUDENT,
         TEACHER,
-        reason="divides each row of similarities by its L1 norm, the paper (eq. 2) by its L2 norm",
+        reason="divides each row of similarities by its L1 norm, the paper by its L2 norm",
         corrected=similarity_by_sums,
     ),
     Comparison(
@@ -119,7 +119,7 @@ RELATIONS = [
         correlation,
         STUDENT,
         TEACHER,
-        reason="reduction: a norm over n², where the paper's eq. 6 squares it",
+        reason="reduction: a norm over n², where the paper squares it",
         corrected=lambda s, t: LF.correlation_congruence(s, t).sqrt() / ROWS,
     ),
     Comparison(

@@ -14,7 +14,7 @@ __all__ = ["COMMAND", "PEERS", "page", "row"]
 
 PEERS = sorted({comparison.peer for comparison in COMPARISONS} - {"torch"})
 COMMAND = f"""pip install -c .ci/constraints.txt -e . accelerate datasets requests pulp nvidia-ml-py tensorboard
-pip install --no-deps {" ".join(PEERS)}
+pip install --no-deps {" ".join(f"{peer}=={version(peer)}" for peer in PEERS)}
 python -m tests.parity"""
 
 HEAD = """\
@@ -40,21 +40,24 @@ GPU). GKD's trainer calls its own divergence without the temperature, which ther
 def row(name: str, comparison: Comparison) -> str:
     """One line of the table."""
     found = compare(comparison)
-    gradient = "–" if found.gradient is None else f"{found.gradient:.0e}"
-    plain = f"{found.plain:.2g}" if comparison.reason else f"{found.plain:.0e}"
-    corrected = f"{found.value:.0e}" if comparison.reason else ""
+    gradient = "–" if found.gradient is None else _rounding(found.gradient)
+    plain = f"{found.plain:.2g}" if comparison.reason else _rounding(found.plain)
+    corrected = _rounding(found.value) if comparison.reason else ""
     return f"| {name} | {comparison.peer} {comparison.theirs} | {plain} | {corrected} | {gradient} | {comparison.reason} |"
+
+
+def _rounding(difference: float) -> str:
+    return f"{difference:.0e}" if difference else "0"
 
 
 def page(line: Callable[[str, Comparison], str] = row) -> str:
     """The whole page."""
     lines = [line(comparison.ours, comparison) for comparison in COMPARISONS]
     alone = "\n".join(f"| `{name}` | `tests/{what}` |" for name, what in sorted(WITHOUT_A_PEER.items()))
-    versions = ", ".join(f"{peer} {version(peer)}" for peer in PEERS)
     return (
         HEAD
         + "\n".join(lines)
         + f"\n\n{NOTES}\nLosses that no library that installs from an index has, and what they are tested against:\n\n"
         + f"| loss | tested |\n|---|---|\n{alone}\n\nMade by\n\n```bash\n{COMMAND}\n```\n\n"
-        + f"with Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}, {versions}.\n"
+        + f"with Python {platform.python_version()} and torch {torch.__version__.partition('+')[0]}.\n"
     )
