@@ -127,8 +127,9 @@ class _ChunkedSum(torch.autograd.Function):
         bias: Tensor | None,
         teacher_hidden: Tensor,
         labels: Tensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
-        _, _, wants_hidden, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
+        _, _, wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         # As in the model itself, products are in the dtype of their operands; all else is in a wide one.
         narrow = torch.promote_types(hidden.dtype, weight.dtype)
         wide = torch.promote_types(narrow, torch.float32)
@@ -141,16 +142,18 @@ class _ChunkedSum(torch.autograd.Function):
         # Sums over all tokens: in the wide dtype, or small tokens would vanish beside what is there.
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_grad = torch.zeros_like(weight[:, 0], dtype=wide) if wants_bias else None
-        for start in range(0, len(hidden), plan.rows_per_chunk):
-            chunk = slice(start, start + plan.rows_per_chunk)
+        for start in range(0, len(hidden if rows is None else rows), plan.rows_per_chunk):
+            # Gathered a chunk at a time: all valid rows at once would be a copy of all hidden states.
+            chunk: slice | Tensor = slice(start, start + plan.rows_per_chunk)
+            chunk = chunk if rows is None else rows[chunk]
             logits = _bounded(student.logits(hidden[chunk]))
             keep = labels is not None or student.softcap is not None
             log_student = plan.log_probabilities(logits, keep)
             if not keep:
                 logits = logits[:0].clone()  # as large as the chunk: gone before the teacher's are made
             log_teacher = plan.log_probabilities(_bounded(teacher.logits(teacher_hidden[chunk]).to(wide)))
-            rows, gradient = plan.divergence(log_student, log_teacher)
-            total += rows.sum()
+            values, gradient = plan.divergence(log_student, log_teacher)
+            total += values.sum()
             if labels is not None:
                 total += plan.cross_entropy(logits, labels[chunk], gradient).sum()
             if not (wants_hidden or wants_weight or wants_bias):
@@ -184,7 +187,7 @@ class _ChunkedSum(torch.autograd.Function):
             None if grad is None else grad.mul_(outer).to(dtype)
             for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return None, None, hidden, weight, bias, None, None
+        return None, None, hidden, weight, bias, None, None, None
 
 
 def _bounded(logits: Tensor) -> Tensor:
@@ -232,39 +235,39 @@ def _chunked_mean(
             f"hidden states are [..., features] of at least one token, got {tuple(student.shape)}"
         )
     heads = _shared_vocabulary(*heads)
-    valid = torch.ones(student.shape[:-1], dtype=torch.bool, device=student.device)
+    tokens = student.shape[:-1]
+    valid = None
     if mask is not None:
-        if mask.shape != valid.shape:
-            raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens {tuple(valid.shape)}")
-        valid = mask != 0
+        if mask.shape != tokens:
+            raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens {tuple(tokens)}")
+        valid = mask.to(student.device) != 0
     if labels is not None:
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
             raise TypeError(f"labels are a tensor of whole numbers, got {got}")
         labels = labels.to(student.device).long()
-        if labels.shape != valid.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} do not match the tokens {tuple(valid.shape)}")
-        valid = valid & (labels != IGNORE)
-        labels = labels[valid]
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < heads[0].vocabulary:
+        if labels.shape != tokens:
+            raise ValueError(f"labels {tuple(labels.shape)} do not match the tokens {tuple(tokens)}")
+        valid = labels != IGNORE if valid is None else valid & (labels != IGNORE)
+        scored = labels[valid]
+        if len(scored) and not 0 <= int(scored.min()) <= int(scored.max()) < heads[0].vocabulary:
             raise ValueError(
-                f"labels reach from {int(labels.min())} to {int(labels.max())}, the shared vocabulary has "
+                f"labels reach from {int(scored.min())} to {int(scored.max())}, the shared vocabulary has "
                 f"{heads[0].vocabulary} entries; the label that is ignored is {IGNORE}"
             )
+        labels = labels.flatten()
     if chunk_size is None:
         logits = _CPU_LOGITS if student.device.type == "cpu" else _ACCELERATOR_LOGITS
         chunk_size = max(logits // heads[0].vocabulary, 16)
     plan = _Plan(terms, temperature, chunk_size, soft=1 - hard, hard=hard)
     constants = Head(heads[1].weight.detach(), _detached(heads[1].bias), heads[1].softcap, heads[1].scale)
-    hidden = student[valid] if mask is not None or labels is not None else student.flatten(0, -2)
-    constant = (
-        teacher.detach()[valid] if mask is not None or labels is not None else teacher.detach().flatten(0, -2)
-    )
+    rows = None if valid is None else valid.flatten().nonzero().squeeze(1)
+    hidden, constant = student.flatten(0, -2), teacher.detach().flatten(0, -2)
     with torch.autocast(student.device.type, enabled=False):
         total: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-            plan, (heads[0], constants), hidden, heads[0].weight, heads[0].bias, constant, labels
+            plan, (heads[0], constants), hidden, heads[0].weight, heads[0].bias, constant, labels, rows
         )
-    return total / divisor(len(hidden), normalizer)
+    return total / divisor(len(hidden if rows is None else rows), normalizer)
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
