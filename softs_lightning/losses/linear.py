@@ -8,7 +8,6 @@ gradient is computed for it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +23,13 @@ from softs_lightning.losses.arithmetic import (
     named,
     one_of,
     positive,
-    raised,
     unit_interval,
     whole,
 )
 from softs_lightning.losses.divergences import DIRECTIONS, mixture_logs
 from softs_lightning.losses.heads import Head
-from softs_lightning.losses.tokens import IGNORE, next_labels
+from softs_lightning.losses.hidden import HiddenStates
+from softs_lightning.losses.tokens import next_labels
 
 __all__ = ["linear_ce_kl", "linear_jsd", "linear_kl"]
 
@@ -216,74 +215,25 @@ def _chunked_mean(
     labels: Tensor | None = None,
     hard: float = 0.0,
 ) -> Tensor:
-    raised(student, teacher)
     positive("temperature", temperature)
-    if chunk_size is not None:
-        whole("chunk_size", chunk_size)
-    if not student.ndim or not teacher.ndim or student.shape[:-1] != teacher.shape[:-1]:
-        raise ValueError(
-            f"hidden states must agree in all but their features, got student {tuple(student.shape)} and "
-            f"teacher {tuple(teacher.shape)}"
-        )
-    for side, hidden, head in (("student", student, heads[0]), ("teacher", teacher, heads[1])):
-        if hidden.shape[-1] != head.weight.shape[1]:
-            raise ValueError(
-                f"{side} hidden states have {hidden.shape[-1]} features, its head takes {head.weight.shape[1]}"
-            )
-    if student.ndim < 2:
-        raise ValueError(
-            f"hidden states are [..., features] of at least one token, got {tuple(student.shape)}"
-        )
-    heads = _shared_vocabulary(*heads)
-    tokens = student.shape[:-1]
-    valid = None
-    if mask is not None:
-        if mask.shape != tokens:
-            raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens {tuple(tokens)}")
-        valid = mask.to(student.device) != 0
-    if labels is not None:
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-            raise TypeError(f"labels are a tensor of whole numbers, got {got}")
-        labels = labels.to(student.device).long()
-        if labels.shape != tokens:
-            raise ValueError(f"labels {tuple(labels.shape)} do not match the tokens {tuple(tokens)}")
-        valid = labels != IGNORE if valid is None else valid & (labels != IGNORE)
-        scored = labels[valid]
-        if len(scored) and not 0 <= int(scored.min()) <= int(scored.max()) < heads[0].vocabulary:
-            raise ValueError(
-                f"labels reach from {int(scored.min())} to {int(scored.max())}, the shared vocabulary has "
-                f"{heads[0].vocabulary} entries; the label that is ignored is {IGNORE}"
-            )
-        labels = labels.flatten()
+    states = HiddenStates.of(student, teacher, heads, mask, labels)
+    student_head = states.heads[0]
     if chunk_size is None:
         logits = _CPU_LOGITS if student.device.type == "cpu" else _ACCELERATOR_LOGITS
-        chunk_size = max(logits // heads[0].vocabulary, 16)
-    plan = _Plan(terms, temperature, chunk_size, soft=1 - hard, hard=hard)
-    constants = Head(heads[1].weight.detach(), _detached(heads[1].bias), heads[1].softcap, heads[1].scale)
-    rows = None if valid is None else valid.flatten().nonzero().squeeze(1)
-    hidden, constant = student.flatten(0, -2), teacher.detach().flatten(0, -2)
+        chunk_size = max(logits // student_head.vocabulary, 16)
+    plan = _Plan(terms, temperature, whole("chunk_size", chunk_size), soft=1 - hard, hard=hard)
     with torch.autocast(student.device.type, enabled=False):
         total: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-            plan, (heads[0], constants), hidden, heads[0].weight, heads[0].bias, constant, labels, rows
+            plan,
+            states.heads,
+            states.student,
+            student_head.weight,
+            student_head.bias,
+            states.teacher,
+            states.labels,
+            states.rows,
         )
-    return total / divisor(len(hidden if rows is None else rows), normalizer)
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _shared_vocabulary(student: Head, teacher: Head) -> tuple[Head, Head]:
-    if student.vocabulary == teacher.vocabulary:
-        return student, teacher
-    shared = min(student.vocabulary, teacher.vocabulary)
-    warnings.warn(
-        f"the student's head has {student.vocabulary} entries, the teacher's {teacher.vocabulary}: the first "
-        f"{shared} are compared. That is right where the rest is padding of one and the same vocabulary",
-        stacklevel=5,
-    )
-    return student.cut(shared), teacher.cut(shared)
+    return total / divisor(states.count, normalizer)
 
 
 @named
