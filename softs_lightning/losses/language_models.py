@@ -11,7 +11,6 @@ from softs_lightning.losses.arithmetic import (
     DistillationLoss,
     Normalizer,
     one_of,
-    pick,
     positive,
     unit_interval,
     whole,
@@ -21,7 +20,7 @@ from softs_lightning.losses.heads import Head, find_head, head_of, head_settings
 from softs_lightning.losses.hidden import HiddenStates
 from softs_lightning.losses.liger import BACKENDS, check_liger, check_liger_head, liger_mean
 from softs_lightning.losses.linear import linear_ce_kl, linear_jsd, linear_kl
-from softs_lightning.losses.tokens import next_labels
+from softs_lightning.losses.tokens import BatchKey, check_segments, labels_of
 
 __all__ = ["LinearCEKL", "LinearJSD", "LinearKL"]
 
@@ -251,6 +250,8 @@ class LinearCEKL(_LinearLoss):
         direction: of the KL.
         labels: key or position in the batch, or a function of the batch; ``[batch, tokens]``, -100 ignored.
         shift: the labels are the inputs' own (transformers' convention) and are shifted here, once.
+        segments: where several documents are packed into one row, what of the batch numbers them: no
+            prediction is scored across an end. Like ``labels``, a key, a position or a function.
         **options: of the heads, as in :class:`LinearKL`.
 
     >>> import torch
@@ -270,8 +271,9 @@ class LinearCEKL(_LinearLoss):
         temperature: float = 1.0,
         direction: str = "forward",
         *,
-        labels: str | int | Callable[[Any], Tensor] = "labels",
+        labels: BatchKey = "labels",
         shift: bool = True,
+        segments: BatchKey | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -282,6 +284,7 @@ class LinearCEKL(_LinearLoss):
             check_liger("LinearCEKL", direction)
         self.labels = labels
         self.shift = shift
+        self.segments = check_segments("LinearCEKL", shift, segments)
 
     def forward(
         self,
@@ -292,7 +295,7 @@ class LinearCEKL(_LinearLoss):
         mask: Tensor | None = None,
         normalizer: Normalizer = None,
     ) -> Tensor:
-        labels = pick(batch, self.labels, type(self).__name__)
+        labels = labels_of(batch, self.labels, type(self).__name__, shift=self.shift, segments=self.segments)
         if self.backend == "liger":
             return self._by_liger(
                 student,
@@ -301,7 +304,7 @@ class LinearCEKL(_LinearLoss):
                 temperature=self.temperature,
                 mask=mask,
                 normalizer=normalizer,
-                labels=next_labels(labels) if self.shift else labels,
+                labels=labels,
                 hard=self.hard,
             )
         return linear_ce_kl(
@@ -312,7 +315,7 @@ class LinearCEKL(_LinearLoss):
             hard=self.hard,
             temperature=self.temperature,
             direction=self.direction,
-            shift=self.shift,
+            shift=False,
             mask=mask,
             normalizer=normalizer,
             chunk_size=self.chunk_size,

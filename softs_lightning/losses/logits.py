@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from softs_lightning.losses.arithmetic import (
     whole,
 )
 from softs_lightning.losses.divergences import DIRECTIONS, kl_rows
-from softs_lightning.losses.tokens import IGNORE, next_labels
+from softs_lightning.losses.tokens import IGNORE, BatchKey, check_segments, labels_of, next_labels
 
 __all__ = [
     "CEKL",
@@ -45,8 +44,6 @@ __all__ = [
     "topk_kl",
     "uld",
 ]
-
-BatchKey = str | int | Callable[[Any], Tensor]
 
 
 def _labelled(student: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -435,6 +432,15 @@ class StandardizedKL(DistillationLoss):
 class CEKL(DistillationLoss):
     """Hard and soft labels mixed: :func:`~softs_lightning.losses.functional.ce_kl`.
 
+    Args:
+        hard: share of the cross-entropy, in [0, 1].
+        temperature: of the KL, above 0.
+        direction: of the KL.
+        labels: key or position in the batch, or a function of the batch; -100 is ignored.
+        shift: the labels are the inputs' own (transformers' convention) and are shifted here, once.
+        segments: where several documents are packed into one row, what of the batch numbers them: no
+            prediction is scored across an end. Like ``labels``, a key, a position or a function.
+
     >>> import torch
     >>> logits = torch.tensor([[100.0, 0.0]])
     >>> CEKL()(logits, logits, batch={"labels": torch.tensor([0])}).item()
@@ -452,6 +458,7 @@ class CEKL(DistillationLoss):
         *,
         labels: BatchKey = "labels",
         shift: bool = False,
+        segments: BatchKey | None = None,
     ) -> None:
         super().__init__()
         self.hard = unit_interval("CEKL's hard", hard)
@@ -459,6 +466,7 @@ class CEKL(DistillationLoss):
         self.direction = one_of("CEKL's direction", direction, DIRECTIONS)
         self.labels = labels
         self.shift = shift
+        self.segments = check_segments("CEKL", shift, segments)
 
     def forward(
         self,
@@ -472,11 +480,10 @@ class CEKL(DistillationLoss):
         return ce_kl(
             student,
             teacher,
-            pick(batch, self.labels, type(self).__name__),
+            labels_of(batch, self.labels, type(self).__name__, shift=self.shift, segments=self.segments),
             hard=self.hard,
             temperature=self.temperature,
             direction=self.direction,
-            shift=self.shift,
             mask=mask,
             normalizer=normalizer,
         )
