@@ -71,6 +71,24 @@ def test_relations_hold_matrices_of_the_batch_and_no_cube(function: Any) -> None
     assert held(256) / held(128) < 4.2
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "mask"])
+def test_minilm_holds_the_relations_of_a_block_of_samples(masked: bool) -> None:
+    heads, tokens, width = 8, 256, 32  # two samples are a block
+
+    def held(batch: int) -> int:
+        student, teacher = torch.randn(2, batch, tokens, width).unbind()
+        mask = torch.ones(batch, tokens) if masked else None
+        with LiveBytes() as count:
+            loss = LF.minilm_relation(student.requires_grad_(), teacher, heads=heads, mask=mask)
+            torch.autograd.backward(loss)
+        return count.peak
+
+    states = 4 * tokens * width * FLOAT  # of each sample: both cleared of padding, the gradient, once scaled
+    grown = held(12) - held(4)
+    assert grown <= 8 * (states + tokens * 3 * FLOAT)
+    assert grown < 8 * heads * tokens**2 * FLOAT / 10  # dense, each sample holds several of these
+
+
 def test_live_bytes_counts_what_lives_at_once() -> None:
     with LiveBytes() as count:
         kept = torch.zeros(1000) + 1
