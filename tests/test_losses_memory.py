@@ -9,7 +9,7 @@ import torch
 
 from softs_lightning.losses import Head
 from softs_lightning.losses import functional as LF
-from tests.live_bytes import LiveBytes
+from tests.benchmarks.bench_memory import peak as most_bytes
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, CHUNK, FLOAT = 1000, 32, 48, 16, 4
 
@@ -23,7 +23,8 @@ def peak(kind: str, tokens: int, masked: bool) -> int:
     heads = Head(weight), Head(torch.randn(VOCABULARY, TEACHER_WIDTH, generator=generator))
     mask = torch.rand(1, tokens, generator=generator) > 0.1 if masked else None
     labels = torch.zeros(1, tokens, dtype=torch.long)
-    with LiveBytes() as count:
+
+    def step() -> None:
         if kind == "kl":
             loss = LF.linear_kl(student, teacher, *heads, mask=mask, chunk_size=CHUNK)
         elif kind == "jsd":
@@ -33,7 +34,8 @@ def peak(kind: str, tokens: int, masked: bool) -> int:
         else:
             loss = LF.kl_divergence(student @ weight.T, teacher @ heads[1].weight.T, mask=mask)
         torch.autograd.backward(loss)
-    return count.peak
+
+    return most_bytes(step)
 
 
 def beyond_hidden_gradients(kind: str, tokens: int, masked: bool) -> int:
@@ -63,9 +65,7 @@ def test_what_does_not_grow_is_the_gradient_of_the_head_and_a_few_chunks_of_logi
 def test_relations_hold_matrices_of_the_batch_and_no_cube(function: Any) -> None:
     def held(rows: int) -> int:
         student, teacher = torch.randn(2, rows, 8).unbind()
-        with LiveBytes() as count:
-            torch.autograd.backward(function(student.requires_grad_(), teacher))
-        return count.peak
+        return most_bytes(lambda: torch.autograd.backward(function(student.requires_grad_(), teacher)))
 
     # Four times is what matrices make, eight a cube.
     assert held(256) / held(128) < 4.2
@@ -78,20 +78,12 @@ def test_minilm_holds_the_relations_of_a_block_of_samples(masked: bool) -> None:
     def held(batch: int) -> int:
         student, teacher = torch.randn(2, batch, tokens, width).unbind()
         mask = torch.ones(batch, tokens) if masked else None
-        with LiveBytes() as count:
-            loss = LF.minilm_relation(student.requires_grad_(), teacher, heads=heads, mask=mask)
-            torch.autograd.backward(loss)
-        return count.peak
+        student.requires_grad_()
+        return most_bytes(
+            lambda: torch.autograd.backward(LF.minilm_relation(student, teacher, heads=heads, mask=mask))
+        )
 
     states = 4 * tokens * width * FLOAT  # of each sample: both cleared of padding, the gradient, once scaled
     grown = held(12) - held(4)
     assert grown <= 8 * (states + tokens * 3 * FLOAT)
     assert grown < 8 * heads * tokens**2 * FLOAT / 10  # dense, each sample holds several of these
-
-
-def test_live_bytes_counts_what_lives_at_once() -> None:
-    with LiveBytes() as count:
-        kept = torch.zeros(1000) + 1
-        for _ in range(5):
-            kept = kept * 2
-    assert (count.peak, count.now) == (8000, 4000)

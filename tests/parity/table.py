@@ -13,7 +13,7 @@ from tests.parity.peers import version
 __all__ = ["COMMAND", "PEERS", "page", "row"]
 
 PEERS = sorted({comparison.peer for comparison in COMPARISONS} - {"torch"})
-COMMAND = f"""pip install -c .ci/constraints.txt -e . accelerate datasets requests pulp nvidia-ml-py tensorboard
+COMMAND = f"""pip install -c .ci/constraints.txt -e . accelerate datasets requests pulp nvidia-ml-py tensorboard pydantic rich
 pip install --no-deps {" ".join(f"{peer}=={version(peer)}" for peer in PEERS)}
 python -m tests.parity"""
 
