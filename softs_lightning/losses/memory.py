@@ -3,7 +3,7 @@
 The memories are buffers: they travel in the loss's ``state_dict``, and are updated by each call in
 training mode. In a distributed run each rank remembers the samples of all ranks, so that the memories are
 one on all of them whether or not the strategy broadcasts buffers, and the checkpoint of one rank is that of
-all. For that all ranks must call the loss in the same steps, as they do in a training.
+all. For that all ranks must call the loss in the same steps of a training; in eval mode each is by itself.
 """
 
 from __future__ import annotations
@@ -134,12 +134,15 @@ class CRD(DistillationLoss):
     ) -> Tensor:
         chosen = memory[torch.cat([index[:, None], others], 1)].to(embedding.dtype)
         scores = torch.einsum("bd,bkd->bk", embedding, chosen) / self.temperature
-        total, count = log_sum_over_ranks(scores.detach().flatten().logsumexp(0), scores.numel())
+        total, count = scores.detach().flatten().logsumexp(0), scores.new_tensor(scores.numel())
+        if self.training:  # when all ranks are here; a validation may be of unlike numbers of batches
+            total, count = log_sum_over_ranks(total, scores.numel())
         estimate = total + (self.samples / count).log().to(total)
         known = self.log_constants[side]
         # Chosen without a branch: reading the number would wait for the device at each step.
         constant = torch.where(known.isnan() & (count > 0), estimate, known.to(estimate))
-        self.log_constants[side] = constant
+        if self.training:
+            self.log_constants[side] = constant
         log_p = scores - constant
         noise = log_p.new_tensor(math.log(self.negatives / self.samples))
         both = torch.logaddexp(log_p, noise)

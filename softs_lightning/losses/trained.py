@@ -289,6 +289,11 @@ class MGD(DistillationLoss):
         with torch.autocast(student.device.type, enabled=False):
             valid: Tensor | float = 1.0
             if mask is not None:
+                if mask.shape not in (student.shape[:1], student[:, 0].shape):
+                    raise ValueError(
+                        f"MGD's mask is [batch, height, width] or [batch], got {tuple(mask.shape)} for "
+                        f"{tuple(student.shape)}"
+                    )
                 student, teacher = (
                     keep_valid(x.movedim(1, -1), mask).movedim(-1, 1) for x in (student, teacher)
                 )
