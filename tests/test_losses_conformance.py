@@ -75,10 +75,26 @@ CATALOGUE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "margin mse": (lambda: losses.MarginMSE(), {"shape": (4, 6)}),
     "listwise kl": (lambda: losses.ListwiseKL(2.0), {"shape": (4, 6)}),
     "list mle": (lambda: losses.ListMLE(), {"shape": (4, 6)}),
-    "attention transfer": (lambda: losses.AttentionTransfer(), {"shape": MAPS, "masked": False}),
+    "attention transfer": (lambda: losses.AttentionTransfer(), {"shape": MAPS}),
     "attention transfer tokens": (lambda: losses.AttentionTransfer(channel_dim=-1), {}),
     "channel wise": (lambda: losses.ChannelWise(), {"shape": MAPS}),
-    "fsp": (lambda: losses.FSP(), {"sample": draw((2, 3, 6, 6), (2, 4, 4, 4), (2, 3, 5, 5), (2, 4, 5, 5))}),
+    "channel wise tokens": (lambda: losses.ChannelWise(channel_dim=-1), {}),
+    "fsp": (
+        lambda: losses.FSP(),
+        {"sample": draw((2, 3, 6, 6), (2, 4, 4, 4), (2, 3, 5, 5), (2, 4, 5, 5)), "masked": False},
+    ),
+    "fsp alike": (
+        lambda: losses.FSP(),
+        {
+            "sample": draw((2, 3, 5, 5), (2, 4, 5, 5), (2, 3, 5, 5), (2, 4, 5, 5)),
+            "shape": (2, 3, 5, 5),
+        },
+    ),
+    "fsp tokens": (
+        lambda: losses.FSP(channel_dim=-1),
+        {"sample": draw((2, 5, 3), (2, 5, 4), (2, 5, 3), (2, 5, 4)), "shape": (2, 5, 3)},
+    ),
+    "nst tokens": (lambda: losses.NST(channel_dim=-1), {"teacher_shape": (3, 5, 11)}),
     "nst linear": (lambda: losses.NST("linear"), {"shape": MAPS}),
     "nst polynomial": (lambda: losses.NST(), {"shape": MAPS}),
     "nst gaussian": (lambda: losses.NST("gaussian"), {"shape": MAPS}),
@@ -99,14 +115,24 @@ CATALOGUE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "pkd": (lambda: losses.PKD(), {}),
     "pkd all tokens": (lambda: losses.PKD(None), {"row_mean": True}),
     "vid": (lambda: losses.VID(8, 6), {"teacher_shape": (3, 5, 6)}),
-    "srd": (lambda: losses.SRD(8, 6), {"teacher_shape": (6, 6)}),
+    "srd": (lambda: losses.SRD(8, 6), {"shape": (6, 8), "teacher_shape": (6, 6)}),
+    "srd maps": (lambda: losses.SRD(4, 6), {"shape": MAPS, "teacher_shape": (3, 6, 5, 5)}),
+    "srd tokens": (lambda: losses.SRD(8, 6, channel_dim=-1), {"teacher_shape": (3, 5, 6)}),
     "mgd": (lambda: losses.MGD(4, 6), {"shape": MAPS, "teacher_shape": (3, 6, 5, 5)}),
+    "mgd nothing zeroed": (
+        lambda: losses.MGD(4, 6, ratio=0.0),
+        {"shape": MAPS, "teacher_shape": (3, 6, 5, 5), "compiled": False},
+    ),
     "reviewkd": (
         lambda: losses.ReviewKD((4, 8), (6, 12), hidden=8),
-        {"sample": draw((2, 4, 8, 8), (2, 8, 4, 4), (2, 6, 8, 8), (2, 12, 4, 4))},
+        {
+            "sample": draw((2, 4, 8, 8), (2, 8, 4, 4), (2, 6, 8, 8), (2, 12, 4, 4)),
+            "mask_dims": (),
+            "token_dims": (),
+        },
     ),
-    "crd": (warmed_crd, {"teacher_shape": (6, 6), "batch": {"index": torch.arange(6)}}),
-    "queue kl": (lambda: losses.QueueKL(8, 16), {}),
+    "crd": (warmed_crd, {"shape": (6, 8), "teacher_shape": (6, 6), "batch": {"index": torch.arange(6)}}),
+    "queue kl": (lambda: losses.QueueKL(8, 16), {"shape": (6, 8)}),
     "whitened cosine": (
         lambda: losses.WhitenedCosine.fit(torch.randn(99, 8, generator=torch.Generator().manual_seed(0))),
         {"shape": (6, 8)},
@@ -251,7 +277,7 @@ def test_the_table_names_the_loss_and_every_check() -> None:
 
 def test_the_loss_under_test_stays_as_it_was() -> None:
     loss = losses.QueueKL(8, 16)
-    check_loss(loss, compiled=False)
+    check_loss(loss, shape=(6, 8), compiled=False)
     assert loss.filled == 0
     assert loss.queue.dtype == torch.float32
 

@@ -169,7 +169,7 @@ def test_extreme_logits_give_finite_losses_and_gradients(loss: torch.nn.Module, 
         (lambda: KLDivergence(direction="backward"), "forward, reverse, symmetric"),
         (lambda: GeneralizedJSD(1.5), "beta must lie in"),
         (lambda: SkewedKL(1.0), "identically zero"),
-        (lambda: SkewedKL(direction="symmetric"), "forward or reverse"),
+        (lambda: SkewedKL(direction="symmetric"), "must be one of forward, reverse"),
     ],
 )
 def test_bad_settings_are_refused_at_once(make: object, message: str) -> None:

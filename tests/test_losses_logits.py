@@ -208,8 +208,8 @@ def test_packed_documents_are_not_predicted_across_their_ends() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: losses.DKD(beta=-1), "must not be negative"),
-        (lambda: losses.DIST(inter=-1), "must not be negative"),
+        (lambda: losses.DKD(beta=-1), "must be a finite number, 0 at least"),
+        (lambda: losses.DIST(inter=-1), "must be a finite number, 0 at least"),
         (lambda: losses.TopKKL(0), "k must be 1 at least"),
         (lambda: losses.CEKL(1.5), "hard must lie in"),
         (lambda: losses.CEKL(direction="up"), "direction must be one of"),

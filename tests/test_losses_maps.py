@@ -180,7 +180,7 @@ def test_pkd_equals_the_distance_of_normalised_cls_states() -> None:
     [
         (lambda: losses.NST("cubic"), "linear, polynomial, gaussian"),
         (lambda: LF.neuron_selectivity(draw(2, 3, 4, 4), draw(2, 3, 2, 2)), "one set of positions"),
-        (lambda: losses.FSP()([draw(1, 2, 2, 2)], [draw(1, 2, 2, 2)]), "two maps a side"),
+        (lambda: losses.FSP()([draw(1, 2, 2, 2)], [draw(1, 2, 2, 2)]), "2 maps a side"),
         (lambda: losses.FSP()([draw(1, 2, 2, 2)] * 2, [draw(1, 3, 2, 2)] * 2), "channel by channel"),
         (lambda: losses.OFD(torch.zeros(3), torch.zeros(3)), "std above 0"),
         (lambda: losses.MiniLMRelation(0), "heads must be 1 at least"),

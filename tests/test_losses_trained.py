@@ -203,6 +203,32 @@ def test_queue_kl_compares_with_what_was_pushed_and_no_more() -> None:
     assert torch.equal(loss.queue, before)
 
 
+def test_what_is_masked_is_not_remembered() -> None:
+    torch.manual_seed(0)
+    crd, queue = losses.CRD(4, 4, samples=6, dim=3, negatives=2), losses.QueueKL(4, 8)
+    before = crd.teacher_memory.clone()
+    student, teacher = draw(3, 4), draw(3, 4, seed=1)
+    mask = torch.tensor([1, 0, 1])
+    crd(student, teacher, batch={"index": torch.tensor([5, 2, 0])}, mask=mask)
+    changed = (crd.teacher_memory != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [0, 5]
+    queue(student, teacher, mask=mask)
+    assert queue.filled == 2
+    torch.testing.assert_close(queue.queue[:2], nn.functional.normalize(teacher[[0, 2]]))
+    assert not queue.queue[2:].any()
+
+
+def test_nothing_is_remembered_of_a_batch_in_which_nothing_counts() -> None:
+    crd, queue = losses.CRD(4, 4, samples=6, dim=3, negatives=2), losses.QueueKL(4, 8)
+    before = crd.teacher_memory.clone()
+    none = torch.zeros(3)
+    crd(draw(3, 4), draw(3, 4), batch={"index": torch.arange(3)}, mask=none)
+    queue(draw(3, 4), draw(3, 4), mask=none)
+    assert torch.equal(crd.teacher_memory, before)
+    assert crd.log_constants.isnan().all()  # estimated from the first batch in which something counts
+    assert queue.filled == 0
+
+
 def test_whitened_embeddings_have_unit_covariance() -> None:
     embeddings = draw(200, 6).double() @ draw(6, 6, seed=1).double() + 5
     loss = losses.WhitenedCosine.fit(embeddings, dim=4)
@@ -229,10 +255,10 @@ def test_whitened_embeddings_have_unit_covariance() -> None:
         ),
         (lambda: losses.SRD(4, 4, exponent=0), "exponent"),
         (lambda: losses.MGD(4, 4, ratio=1.0), r"ratio must lie in \[0, 1\)"),
-        (lambda: losses.MGD(4, 4)(draw(1, 4, 4, 4), draw(1, 4, 2, 2)), "the generated map"),
+        (lambda: losses.MGD(4, 4)(draw(1, 4, 4, 4), draw(1, 4, 2, 2)), "maps of one batch and size"),
         (lambda: losses.ReviewKD([4], [4, 8]), "as many stages a side"),
         (lambda: losses.ReviewKD([4], [4])([], []), "1 maps a side"),
-        (lambda: losses.CRD(4, 4, samples=1), "samples 2"),
+        (lambda: losses.CRD(4, 4, samples=1), "samples must be 2"),
         (lambda: losses.CRD(4, 4, samples=3, labels=torch.zeros(3)), "two at least"),
         (lambda: losses.CRD(4, 4, samples=3, momentum=1.0), "momentum"),
         (
@@ -240,8 +266,8 @@ def test_whitened_embeddings_have_unit_covariance() -> None:
             "index",
         ),
         (lambda: losses.QueueKL(4)(draw(2, 4), draw(2, 5)), "QueueKL compares embeddings"),
-        (lambda: losses.QueueKL(0), "features and size"),
-        (lambda: losses.WhitenedCosine.fit(draw(3, 6)), "6 components asked for, 3 samples span 2"),
+        (lambda: losses.QueueKL(0), "QueueKL's features"),
+        (lambda: losses.WhitenedCosine.fit(draw(3, 6)), "6 components, 3 samples span 2"),
         (lambda: losses.WhitenedCosine(torch.zeros(3), torch.zeros(4, 2)), "matrix"),
     ],
 )

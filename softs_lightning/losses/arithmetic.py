@@ -7,7 +7,7 @@ This file owns the mean, so that no loss divides by anything of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -17,7 +17,10 @@ __all__ = [
     "DistillationLoss",
     "Normalizer",
     "bounded_logits",
+    "by_position",
+    "check_maps",
     "check_same_shape",
+    "check_sides",
     "check_width",
     "divisor",
     "eager",
@@ -25,7 +28,9 @@ __all__ = [
     "keep_valid",
     "mean_over_rows",
     "mean_over_tokens",
+    "named",
     "non_negative",
+    "one_of",
     "pick",
     "positive",
     "raised",
@@ -33,11 +38,14 @@ __all__ = [
     "unit_interval",
     "unit_rows",
     "valid_rows",
+    "weight",
+    "whole",
 ]
 
 Normalizer = Tensor | float | int | None
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class DistillationLoss(nn.Module):
@@ -50,6 +58,7 @@ class DistillationLoss(nn.Module):
       are allowed.
     - ``row_mean``: a mean over independent rows (all dimensions but the last), so that a batch may be
       split.
+    - ``sample_mean``: under a mask, too, a row is a whole sample, however many of its positions count.
     """
 
     same_shape: ClassVar[bool] = True
@@ -57,6 +66,16 @@ class DistillationLoss(nn.Module):
     divergence: ClassVar[bool] = True
     logits: ClassVar[bool] = False
     row_mean: ClassVar[bool] = True
+    sample_mean: ClassVar[bool] = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss; what it refuses, it refuses by its name."""
+        try:
+            _check_mask(kwargs.get("mask"))
+            return super().__call__(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _name(error, type(self).__name__)
+            raise
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -66,17 +85,60 @@ class DistillationLoss(nn.Module):
         )
 
 
+def _name(error: Exception, name: str) -> None:
+    """Put the loss's name before what the error says, unless it is said already."""
+    text = str(error)
+    if name not in text:
+        error.args = (f"{name}: {text}",)
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"a mask is a tensor, nonzero where a row counts, got {type(mask).__name__}")
+
+
+def _number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def weight(name: str, value: float) -> float:
+    """``value``, or an error that names it where it is not a finite number of 0 at least."""
+    _number(name, value)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number, 0 at least, got {value!r}")
+    return value
+
+
 def positive(name: str, value: float) -> float:
-    """``value``, or a ``ValueError`` that names it where it is not a finite number above zero."""
+    """``value``, or an error that names it where it is not a finite number above zero."""
+    _number(name, value)
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
     return value
 
 
 def unit_interval(name: str, value: float) -> float:
-    """``value``, or a ``ValueError`` that names it where it lies outside [0, 1]."""
+    """``value``, or an error that names it where it is no number in [0, 1]."""
+    _number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
+    return value
+
+
+def whole(name: str, value: int) -> int:
+    """``value``, or an error that names it where it is no whole number of 1 at least."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 at least, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> str:
+    """``value``, or an error that names it and the choices where it is none of them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 
@@ -95,6 +157,8 @@ def raised(*tensors: Tensor) -> tuple[Tensor, ...]:
             )
         if not tensor.is_floating_point():
             raise TypeError(f"a loss compares floating-point tensors, got {tensor.dtype}")
+        if tensor.ndim and tensor.shape[0] and not tensor.shape[-1]:
+            raise ValueError(f"a loss compares features, got none in {tuple(tensor.shape)}")
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
@@ -110,14 +174,32 @@ def run_raised(network: Callable[..., Tensor], values: Tensor) -> Tensor:
     return result.to(torch.promote_types(result.dtype, torch.float32))
 
 
-def eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def eager(function: AnyFunction) -> AnyFunction:
     """Keep ``function`` out of ``torch.compile``: a loop over blocks would be unrolled into the graph."""
-    kept: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    kept: AnyFunction = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return kept
 
 
+def named(function: Function) -> Function:
+    """Have ``function`` refuse what it refuses by its name."""
+
+    @functools.wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> Tensor:
+        try:
+            _check_mask(kwargs.get("mask"))
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _name(error, function.__name__)
+            raise
+
+    return cast(Function, computed)
+
+
 def full_precision(function: Function) -> Function:
-    """Give ``function(student, teacher, ...)`` both operands raised, and switch autocast off inside it."""
+    """Give ``function(student, teacher, ...)`` both operands raised, and switch autocast off inside it.
+
+    What it refuses, it refuses by its name.
+    """
 
     @functools.wraps(function)
     def computed(student: Any, teacher: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,11 +210,13 @@ def full_precision(function: Function) -> Function:
                 return function(tensors[: len(student)], tensors[len(student) :], *args, **kwargs)
             return function(*tensors, *args, **kwargs)
 
-    return cast(Function, computed)
+    return named(cast(Function, computed))
 
 
 def check_same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
-    """Refuse to broadcast: a ``ValueError`` that names ``what`` and both shapes."""
+    """Refuse to broadcast: a ``ValueError`` that names ``what`` and both shapes, also where nothing is in them."""
+    if not student.ndim or not student.shape[-1]:
+        raise ValueError(f"{what} compares rows of features, [..., features], got {tuple(student.shape)}")
     if student.shape != teacher.shape:
         raise ValueError(
             f"{what} compares tensors of one shape, got student {tuple(student.shape)} "
@@ -142,8 +226,46 @@ def check_same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
 
 def check_width(values: Tensor, width: int, dim: int, what: str) -> None:
     """A ``ValueError`` that names ``what`` where dimension ``dim`` is not ``width`` long."""
-    if values.ndim <= max(dim, 0) or values.shape[dim] != width:
+    if values.ndim < 2 or not -values.ndim <= dim < values.ndim or values.shape[dim] != width:
         raise ValueError(f"{what} must have {width} features at dimension {dim}, got {tuple(values.shape)}")
+
+
+def check_sides(student: Any, teacher: Any, number: int) -> None:
+    """A ``ValueError`` where either side is not a list or tuple of ``number`` maps."""
+    got = [len(x) if isinstance(x, list | tuple) else type(x).__name__ for x in (student, teacher)]
+    if got != [number, number]:
+        raise ValueError(f"{number} maps a side are wanted, as lists or tuples, got {got[0]} and {got[1]}")
+
+
+def check_maps(values: Tensor, channels: int, what: str) -> None:
+    """A ``ValueError`` that names ``what`` where it is not ``[batch, channels, height, width]``."""
+    if values.ndim != 4 or values.shape[1] != channels:
+        raise ValueError(f"{what} must be [batch, {channels}, height, width], got {tuple(values.shape)}")
+
+
+def by_position(values: Tensor, channel_dim: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """``[batch, channels, positions]``, zero where masked, and the mask as ``[batch, positions]`` booleans.
+
+    Args:
+        values: ``[batch, channels, *positions]``, or with the channels at ``channel_dim``.
+        channel_dim: 1 for feature maps, -1 for tokens ``[batch, tokens, features]``.
+        mask: ``[batch, *positions]``, nonzero where a position counts.
+    """
+    dims = values.ndim
+    if dims < 3 or channel_dim % dims == 0 or not -dims <= channel_dim < dims:
+        raise ValueError(
+            f"maps are [batch, channels, *positions] with the channels at {channel_dim}, got {tuple(values.shape)}"
+        )
+    values = values.movedim(channel_dim, 1)
+    if mask is None:
+        return values.flatten(2), None
+    if mask.shape != values[:, 0].shape:
+        raise ValueError(
+            f"mask {tuple(mask.shape)} does not match the positions {tuple(values[:, 0].shape)} beside the channels "
+            f"at {channel_dim} (1 for feature maps, -1 for tokens)"
+        )
+    valid = mask != 0
+    return values.masked_fill(~valid.unsqueeze(1), 0).flatten(2), valid.flatten(1)
 
 
 def _valid(mask: Tensor, shape: torch.Size) -> Tensor:
@@ -239,10 +361,14 @@ def unit_rows(values: Tensor, dim: int = -1) -> Tensor:
 
 def pick(batch: Any, key: str | int | Callable[[Any], Tensor], what: str) -> Tensor:
     """The tensor that ``key`` names in a batch: a key, a position, or a function of the batch."""
-    if callable(key):
-        return key(batch)
     try:
-        return cast(Tensor, batch[key])
+        found = key(batch) if callable(key) else batch[key]
     except (KeyError, IndexError, TypeError) as error:
+        if callable(key):
+            raise
         there = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f"{what} wants {key!r} of the batch, which has {there}") from error
+    if not isinstance(found, Tensor):
+        name = getattr(key, "__name__", repr(key))
+        raise TypeError(f"{what} wants a tensor for its {name} of the batch, got {type(found).__name__}")
+    return found

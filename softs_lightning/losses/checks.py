@@ -36,8 +36,10 @@ class Subject:
     divergence: bool
     logits: bool
     row_mean: bool
+    sample_mean: bool
     same_shape: bool
     token_dims: tuple[int, ...]
+    mask_dims: tuple[int, ...]
     seed: int
 
     def inputs(self, dtype: torch.dtype = torch.float64, offset: int = 0) -> tuple[Any, Any]:
@@ -55,16 +57,16 @@ class Subject:
             raise NotApplicable("its inputs are no single tensors")
         return student, teacher
 
-    def masked(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    def masked(self, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, Tensor]:
+        """Inputs and a mask ``[batch, ...]`` over their ``mask_dims``, holes at both of its ends."""
         if not self.takes_mask:
             raise NotApplicable("takes no mask")
-        student, teacher = self.tensors(dtype)
-        if self.batch:
-            raise NotApplicable("reads the batch")
-        dims = self.token_dims
-        mask = torch.ones([student.shape[0], *(student.shape[d] for d in dims[:1])], dtype=torch.long)
-        if dims:
-            mask[-1, -2:] = mask[0, :2] = 0
+        student, teacher = self.inputs(dtype)
+        shape = _leaves(student)[0].shape
+        mask = torch.ones([shape[0], *(shape[d] for d in self.mask_dims)], dtype=torch.long)
+        if self.mask_dims:
+            mask[-1].view(-1)[-2:] = 0
+            mask[0].view(-1)[:2] = 0
         else:
             mask[-1] = 0
         return student, teacher, mask
@@ -267,6 +269,8 @@ def _split(subject: Subject) -> None:
     student, teacher = subject.tensors()
     mask = subject.masked()[2] if subject.takes_mask else None
     weights = torch.ones(len(student)) if mask is None else mask.flatten(1).sum(1) if mask.ndim > 1 else mask
+    if subject.sample_mean:
+        weights = (weights > 0).long()
     parts = []
     for rows in (slice(0, 1), slice(1, None)):
         cut = None if mask is None else mask[rows]
@@ -275,44 +279,57 @@ def _split(subject: Subject) -> None:
     _close(sum(parts[1:], parts[0]) / weights.sum(), whole, "two parts, weighed by their rows", 1e-9)
 
 
-def _spoil(value: Tensor, mask: Tensor, dims: tuple[int, ...], fill: float) -> Tensor:
-    """``value`` with ``fill`` at every masked token, along each of the token dimensions."""
-    if mask.ndim == 1:
-        return value.masked_fill((mask == 0).reshape(-1, *[1] * (value.ndim - 1)), fill)
-    for dim in dims:
-        view = [1] * value.ndim
-        view[0], view[dim] = mask.shape
-        value = value.masked_fill((mask == 0).reshape(view), fill)
-    return value
+def _spoil(value: Any, mask: Tensor, subject: Subject, fill: float) -> Any:
+    """``value`` with ``fill`` wherever it is masked, in every tensor that it has."""
+
+    def one(tensor: Tensor) -> Tensor:
+        # Token dimensions are masked one by one, as in attention maps; others all together.
+        each = subject.mask_dims == subject.token_dims[:1]
+        for dims in (
+            [(d,) for d in subject.token_dims] if each and subject.token_dims else [subject.mask_dims]
+        ):
+            view = [tensor.shape[d] if d in (0, *dims) else 1 for d in range(tensor.ndim)]
+            tensor = tensor.masked_fill((mask == 0).reshape(view), fill)
+        return tensor
+
+    return tree_map(one, value)
 
 
 def _padding(subject: Subject) -> None:
     student, teacher, mask = subject.masked()
     expected, grads = subject.gradient(student, teacher, mask=mask)
     for fill in (0.0, 7.0, float("nan"), float("inf")):
-        spoiled, blotted = (_spoil(x, mask, subject.token_dims, fill) for x in (student, teacher))
+        spoiled, blotted = (_spoil(x, mask, subject, fill) for x in (student, teacher))
         result, spoiled_grads = subject.gradient(spoiled, blotted, mask=mask)
         _close(result, expected, f"padding filled with {fill}", 1e-9)
-        _close(spoiled_grads[0], grads[0], f"gradient with padding filled with {fill}", 1e-9)
+        for grad, spoiled_grad in zip(grads, spoiled_grads, strict=True):
+            _close(spoiled_grad, grad, f"gradient with padding filled with {fill}", 1e-9)
 
 
 def _extra_padding(subject: Subject) -> None:
     student, teacher, mask = subject.masked()
     if mask.ndim == 1:
         raise NotApplicable("has no tokens here")
+    if subject.batch:
+        raise NotApplicable("reads the batch")
     expected = subject.call(student, teacher, mask=mask)
-    for dim in subject.token_dims:
+    if not torch.equal(expected, subject.call(student, teacher, mask=mask, seed=subject.seed + 1)):
+        raise NotApplicable("draws at random")
+    for dim in {*subject.token_dims, *subject.mask_dims}:
         student, teacher = (
-            torch.cat([x, torch.ones_like(x.narrow(dim, 0, 2))], dim) for x in (student, teacher)
+            tree_map(lambda x, d=dim: torch.cat([x, torch.ones_like(x.narrow(d, 0, 2))], d), side)
+            for side in (student, teacher)
         )
-    longer = torch.cat([mask, torch.zeros_like(mask[:, :2])], 1)
-    _close(subject.call(student, teacher, mask=longer), expected, "two more tokens of padding", 1e-9)
+    for dim in range(1, mask.ndim):
+        mask = torch.cat([mask, torch.zeros_like(mask.narrow(dim, 0, 2))], dim)
+    _close(subject.call(student, teacher, mask=mask), expected, "two more tokens of padding", 1e-9)
 
 
 def _fully_masked(subject: Subject) -> None:
     student, teacher, mask = subject.masked()
     for fill in (1.0, float("nan")):
-        result, grads = subject.gradient(torch.full_like(student, fill), teacher, mask=torch.zeros_like(mask))
+        filled = tree_map(lambda x, f=fill: torch.full_like(x, f), student)
+        result, grads = subject.gradient(filled, teacher, mask=torch.zeros_like(mask))
         assert result.item() == 0, f"{result.item()} with no valid token"
         assert not any(bool((grad != 0).any()) for grad in grads), "gradient with no valid token"
 

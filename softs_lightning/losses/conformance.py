@@ -68,6 +68,7 @@ def check_loss(
     row_mean: bool | None = None,
     same_shape: bool | None = None,
     token_dims: Sequence[int] | None = None,
+    mask_dims: Sequence[int] | None = None,
     masked: bool | None = None,
     compiled: bool = True,
     seed: int = 0,
@@ -77,7 +78,7 @@ def check_loss(
     The loss is any callable ``loss(student, teacher) -> scalar``; one whose signature has ``mask`` gets the
     mask checks, one that has ``batch`` is given yours. Modules are copied before each call, so neither
     parameters nor state of yours change. What the loss claims of itself (``divergence``, ``logits``,
-    ``row_mean``, ``same_shape``, ``token_dims``) is read from its attributes of these names, or said here.
+    ``row_mean``, ``sample_mean``, ``same_shape``, ``token_dims``, ``mask_dims``) is read from its attributes of these names, or said here.
 
     Args:
         loss: the loss.
@@ -91,6 +92,8 @@ def check_loss(
         row_mean: a mean over independent rows, so that a batch may be split (default: no).
         same_shape: unlike shapes must raise (default: yes).
         token_dims: the dimensions that run over tokens, for the mask (default: 1, of three or more).
+        mask_dims: the dimensions that a mask ``[batch, ...]`` covers together, as those of a map's pixels
+            (default: all but the batch and the loss's ``channel_dim``, or the first of ``token_dims``).
         masked: run the checks on masks (default: where the signature has ``mask``).
         compiled: also compare with ``torch.compile`` (backend ``aot_eager``: no compiler needed).
         seed: of the samples.
@@ -116,6 +119,12 @@ def check_loss(
 
     if shape is None:
         shape = (3, 5, 8) if "mask" in parameters else (6, 8)
+    tokens = tuple(claim("token_dims", token_dims, (1,) if len(shape) > 2 else ()))
+    channels = getattr(loss, "channel_dim", None)
+    beside = (d for d in range(1, len(shape)) if channels is not None and d != channels % len(shape))
+    positions = tuple(claim("mask_dims", mask_dims, tokens[:1] if channels is None else beside))
+    if positions != tokens[:1]:
+        tokens = ()
     subject = Subject(
         loss=loss,
         student_shape=tuple(shape),
@@ -126,8 +135,10 @@ def check_loss(
         divergence=claim("divergence", divergence, True),
         logits=claim("logits", logits, False),
         row_mean=claim("row_mean", row_mean, False),
+        sample_mean=claim("sample_mean", None, False),
         same_shape=claim("same_shape", same_shape, True),
-        token_dims=tuple(claim("token_dims", token_dims, (1,) if len(shape) > 2 else ())),
+        token_dims=tokens,
+        mask_dims=positions,
         seed=seed,
     )
     suite = {title: check for title, check in CHECKS.items() if compiled or title != "compiled equals eager"}

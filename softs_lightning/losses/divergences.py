@@ -21,6 +21,7 @@ from softs_lightning.losses.arithmetic import (
     keep_valid,
     mean_over_rows,
     non_negative,
+    one_of,
     positive,
     unit_interval,
 )
@@ -47,6 +48,7 @@ def _log_probabilities(
     student: Tensor, teacher: Tensor, temperature: float, mask: Tensor | None, what: str
 ) -> tuple[Tensor, Tensor]:
     check_same_shape(student, teacher, what)
+    positive("temperature", temperature)
     return (
         torch.log_softmax(bounded_logits(keep_valid(student, mask), temperature), -1),
         torch.log_softmax(bounded_logits(keep_valid(teacher, mask), temperature), -1),
@@ -59,10 +61,9 @@ def kl_rows(log_student: Tensor, log_teacher: Tensor, direction: str = "forward"
         rows = (log_teacher.exp() * (log_teacher - log_student)).sum(-1)
     elif direction == "reverse":
         rows = (log_student.exp() * (log_student - log_teacher)).sum(-1)
-    elif direction == "symmetric":
-        rows = ((log_teacher.exp() - log_student.exp()) * (log_teacher - log_student)).sum(-1) / 2
     else:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+        one_of("direction", direction, DIRECTIONS)
+        rows = ((log_teacher.exp() - log_student.exp()) * (log_teacher - log_student)).sum(-1) / 2
     return non_negative(rows)
 
 
@@ -125,6 +126,7 @@ def kl_divergence(
     >>> kl_divergence(torch.zeros(2, 2), torch.tensor([[2.0, 2.0], [0.0, 0.0]])).item()
     0.0
     """
+    one_of("direction", direction, DIRECTIONS)
     logs = _log_probabilities(student, teacher, temperature, mask, "kl_divergence")
     return temperature**2 * mean_over_rows(kl_rows(*logs, direction), mask, normalizer)
 
@@ -164,6 +166,7 @@ def generalized_jsd(
     >>> round(apart.item(), 4)
     0.6931
     """
+    unit_interval("beta", beta)
     logs = _log_probabilities(student, teacher, temperature, mask, "generalized_jsd")
     return temperature**2 * mean_over_rows(jsd_rows(*logs, beta, normalized), mask, normalizer)
 
@@ -189,11 +192,11 @@ def skewed_kl(
     >>> round(skewed_kl(student, teacher, skew=0.1).item(), 4)
     2.3026
     """
+    if unit_interval("skew", skew) == 1:
+        raise ValueError(f"skew must lie in [0, 1), got {skew!r}: at 1 the loss is identically zero")
     log_student, log_teacher = _log_probabilities(student, teacher, temperature, mask, "skewed_kl")
-    if direction == "reverse":
+    if one_of("direction", direction, DIRECTIONS[:2]) == "reverse":
         log_student, log_teacher = log_teacher, log_student
-    elif direction != "forward":
-        raise ValueError(f"direction must be forward or reverse, got {direction!r}")
     if skew == 0:
         rows = kl_rows(log_student, log_teacher)
     else:
@@ -238,10 +241,8 @@ class KLDivergence(DistillationLoss):
 
     def __init__(self, temperature: float = 1.0, direction: str = "forward") -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.temperature = positive("KLDivergence's temperature", temperature)
+        self.direction = one_of("KLDivergence's direction", direction, DIRECTIONS)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -275,8 +276,8 @@ class GeneralizedJSD(DistillationLoss):
 
     def __init__(self, beta: float = 0.5, temperature: float = 1.0, *, normalized: bool = False) -> None:
         super().__init__()
-        self.beta = unit_interval("beta", beta)
-        self.temperature = positive("temperature", temperature)
+        self.beta = unit_interval("GeneralizedJSD's beta", beta)
+        self.temperature = positive("GeneralizedJSD's temperature", temperature)
         self.normalized = normalized
 
     def forward(
@@ -305,13 +306,13 @@ class SkewedKL(DistillationLoss):
 
     def __init__(self, skew: float = 0.1, temperature: float = 1.0, direction: str = "forward") -> None:
         super().__init__()
-        if not 0 <= skew < 1:
-            raise ValueError(f"skew must lie in [0, 1), got {skew!r}: at 1 the loss is identically zero")
+        if unit_interval("SkewedKL's skew", skew) == 1:
+            raise ValueError(
+                f"SkewedKL's skew must lie in [0, 1), got {skew!r}: at 1 the loss is identically zero"
+            )
         self.skew = skew
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS[:2]:
-            raise ValueError(f"direction must be forward or reverse, got {direction!r}")
-        self.direction = direction
+        self.temperature = positive("SkewedKL's temperature", temperature)
+        self.direction = one_of("SkewedKL's direction", direction, DIRECTIONS[:2])
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -339,7 +340,7 @@ class TotalVariation(DistillationLoss):
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = positive("TotalVariation's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

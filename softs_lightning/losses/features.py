@@ -68,6 +68,7 @@ def smooth_l1(
     2.5
     """
     check_same_shape(student, teacher, "smooth_l1")
+    positive("beta", beta)
     gaps = F.smooth_l1_loss(keep_valid(student, mask), keep_valid(teacher, mask), beta=beta, reduction="none")
     return mean_over_tokens(gaps, mask, normalizer)
 
@@ -114,7 +115,7 @@ class SmoothL1(DistillationLoss):
 
     def __init__(self, beta: float = 1.0) -> None:
         super().__init__()
-        self.beta = positive("beta", beta)
+        self.beta = positive("SmoothL1's beta", beta)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

@@ -7,12 +7,25 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from softs_lightning.losses.arithmetic import DistillationLoss, Normalizer, pick, positive, unit_interval
+from softs_lightning.losses.arithmetic import (
+    DistillationLoss,
+    Normalizer,
+    one_of,
+    positive,
+    unit_interval,
+    whole,
+)
 from softs_lightning.losses.divergences import DIRECTIONS
 from softs_lightning.losses.heads import Head, find_head, head_of, head_settings
+from softs_lightning.losses.hidden import HiddenStates
+from softs_lightning.losses.liger import BACKENDS, check_liger, check_liger_head, liger_mean
 from softs_lightning.losses.linear import linear_ce_kl, linear_jsd, linear_kl
+from softs_lightning.losses.tokens import BatchKey, check_segments, labels_of
 
 __all__ = ["LinearCEKL", "LinearJSD", "LinearKL"]
+
+
+SIDES = ("student", "teacher")
 
 
 class _LinearLoss(DistillationLoss):
@@ -30,14 +43,20 @@ class _LinearLoss(DistillationLoss):
         student_scale: float | None = None,
         teacher_scale: float | None = None,
         chunk_size: int | None = None,
+        backend: str = "torch",
     ) -> None:
         super().__init__()
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be 1 at least, got {chunk_size!r}")
-        self.chunk_size = chunk_size
+        self.backend = one_of(f"{type(self).__name__}'s backend", backend, BACKENDS)
+        name = type(self).__name__
+        self.chunk_size = None if chunk_size is None else whole(f"{name}'s chunk_size", chunk_size)
         self._names = (student_head, teacher_head)
         self._softcaps = (student_softcap, teacher_softcap)
         self._scales = (student_scale, teacher_scale)
+        if backend == "liger":
+            name = type(self).__name__
+            check_liger(name)
+            for side, softcap, scale in zip(SIDES, self._softcaps, self._scales, strict=True):
+                check_liger_head(name, side, softcap, 1.0 if scale is None else scale)
         # Functions, not modules: a registered head would be trained, moved and saved with the loss.
         self._heads: tuple[Callable[[], Head], Callable[[], Head]] | None = None
 
@@ -53,14 +72,38 @@ class _LinearLoss(DistillationLoss):
             ValueError: where there is no head, or more than one, or a scale that must be given.
         """
         found = []
-        for model, name, softcap, scale in zip(
-            (student_module, teacher_module), self._names, self._softcaps, self._scales, strict=True
+        for side, model, name, softcap, scale in zip(
+            SIDES, (student_module, teacher_module), self._names, self._softcaps, self._scales, strict=True
         ):
             module, config = find_head(model, name)
             settings = head_settings(config, softcap, scale)
+            if self.backend == "liger":
+                check_liger_head(type(self).__name__, f"{side}'s config", *settings)
             head_of(module, *settings)  # now, so that an unfit head is refused before training
             found.append(_Reader(module, *settings))
         self._heads = (found[0], found[1])
+
+    def _by_liger(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        *,
+        beta: float,
+        temperature: float,
+        mask: Tensor | None,
+        normalizer: Normalizer,
+        labels: Tensor | None = None,
+        hard: float = 0.0,
+    ) -> Tensor:
+        states = HiddenStates.of(student, teacher, self.heads(), mask, labels)
+        return liger_mean(
+            states,
+            beta=beta,
+            temperature=temperature,
+            normalizer=normalizer,
+            chunk_size=self.chunk_size,
+            hard=hard,
+        )
 
     def heads(self) -> tuple[Head, Head]:
         """The student's and the teacher's head as they are now."""
@@ -101,6 +144,8 @@ class LinearKL(_LinearLoss):
         student_scale: multiplies the logits; by default what the model's config says.
         teacher_scale: likewise.
         chunk_size: tokens at a time; by default as many as make 2 Mi logits on a CPU, 64 Mi elsewhere.
+        backend: ``"torch"``, or ``"liger"`` for Liger-Kernel's chunked loss where it is installed. That one has
+            no symmetric direction, softcap or scale, and sums in the dtype of the head.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 100))
@@ -113,14 +158,23 @@ class LinearKL(_LinearLoss):
 
     def __init__(self, temperature: float = 1.0, direction: str = "forward", **options: Any) -> None:
         super().__init__(**options)
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.temperature = positive("LinearKL's temperature", temperature)
+        self.direction = one_of("LinearKL's direction", direction, DIRECTIONS)
+        if self.backend == "liger":
+            check_liger("LinearKL", direction)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
     ) -> Tensor:
+        if self.backend == "liger":
+            return self._by_liger(
+                student,
+                teacher,
+                beta=float(self.direction == "reverse"),
+                temperature=self.temperature,
+                mask=mask,
+                normalizer=normalizer,
+            )
         return linear_kl(
             student,
             teacher,
@@ -154,13 +208,24 @@ class LinearJSD(_LinearLoss):
         self, beta: float = 0.5, temperature: float = 1.0, *, normalized: bool = False, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.beta = unit_interval("beta", beta)
-        self.temperature = positive("temperature", temperature)
+        self.beta = unit_interval("LinearJSD's beta", beta)
+        self.temperature = positive("LinearJSD's temperature", temperature)
         self.normalized = normalized
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
     ) -> Tensor:
+        if self.backend == "liger":
+            share = self.beta * (1 - self.beta) if self.normalized else 0.0
+            plain = self._by_liger(
+                student,
+                teacher,
+                beta=self.beta,
+                temperature=self.temperature,
+                mask=mask,
+                normalizer=normalizer,
+            )
+            return plain / share if share else plain
         return linear_jsd(
             student,
             teacher,
@@ -185,6 +250,8 @@ class LinearCEKL(_LinearLoss):
         direction: of the KL.
         labels: key or position in the batch, or a function of the batch; ``[batch, tokens]``, -100 ignored.
         shift: the labels are the inputs' own (transformers' convention) and are shifted here, once.
+        segments: where several documents are packed into one row, what of the batch numbers them: no
+            prediction is scored across an end. Like ``labels``, a key, a position or a function.
         **options: of the heads, as in :class:`LinearKL`.
 
     >>> import torch
@@ -204,18 +271,20 @@ class LinearCEKL(_LinearLoss):
         temperature: float = 1.0,
         direction: str = "forward",
         *,
-        labels: str | int | Callable[[Any], Tensor] = "labels",
+        labels: BatchKey = "labels",
         shift: bool = True,
+        segments: BatchKey | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.hard = unit_interval("hard", hard)
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.hard = unit_interval("LinearCEKL's hard", hard)
+        self.temperature = positive("LinearCEKL's temperature", temperature)
+        self.direction = one_of("LinearCEKL's direction", direction, DIRECTIONS)
+        if self.backend == "liger":
+            check_liger("LinearCEKL", direction)
         self.labels = labels
         self.shift = shift
+        self.segments = check_segments("LinearCEKL", shift, segments)
 
     def forward(
         self,
@@ -226,16 +295,27 @@ class LinearCEKL(_LinearLoss):
         mask: Tensor | None = None,
         normalizer: Normalizer = None,
     ) -> Tensor:
-        labels = pick(batch, self.labels, type(self).__name__)
+        labels = labels_of(batch, self.labels, type(self).__name__, shift=self.shift, segments=self.segments)
+        if self.backend == "liger":
+            return self._by_liger(
+                student,
+                teacher,
+                beta=float(self.direction == "reverse"),
+                temperature=self.temperature,
+                mask=mask,
+                normalizer=normalizer,
+                labels=labels,
+                hard=self.hard,
+            )
         return linear_ce_kl(
             student,
             teacher,
             *self.heads(),
-            labels.to(student.device).long(),
+            labels,
             hard=self.hard,
             temperature=self.temperature,
             direction=self.direction,
-            shift=self.shift,
+            shift=False,
             mask=mask,
             normalizer=normalizer,
             chunk_size=self.chunk_size,

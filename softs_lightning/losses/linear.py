@@ -8,7 +8,6 @@ gradient is computed for it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from softs_lightning.losses.arithmetic import Normalizer, divisor, eager, raised
+from softs_lightning.losses.arithmetic import (
+    Normalizer,
+    divisor,
+    eager,
+    named,
+    one_of,
+    positive,
+    unit_interval,
+    whole,
+)
 from softs_lightning.losses.divergences import DIRECTIONS, mixture_logs
 from softs_lightning.losses.heads import Head
-from softs_lightning.losses.tokens import IGNORE, next_labels
+from softs_lightning.losses.hidden import HiddenStates
+from softs_lightning.losses.tokens import next_labels
 
 __all__ = ["linear_ce_kl", "linear_jsd", "linear_kl"]
 
@@ -51,16 +60,12 @@ def _kl_terms(direction: str) -> Terms:
         return (one[0] + two[0]) / 2, one[1].add_(two[1]).div_(2)
 
     terms = {"forward": forward, "reverse": reverse, "symmetric": symmetric}
-    if direction not in terms:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    return terms[direction]
+    return terms[one_of("direction", direction, DIRECTIONS)]
 
 
 def _jsd_terms(beta: float, normalized: bool) -> Terms:
-    if beta in (0, 1):
+    if unit_interval("beta", beta) in (0, 1):
         return _kl_terms("forward" if beta == 0 else "reverse")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie between 0 and 1, got {beta!r}")
     weight = 1 / (beta * (1 - beta)) if normalized else 1.0
 
     def terms(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +126,9 @@ class _ChunkedSum(torch.autograd.Function):
         bias: Tensor | None,
         teacher_hidden: Tensor,
         labels: Tensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
-        _, _, wants_hidden, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
+        _, _, wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         # As in the model itself, products are in the dtype of their operands; all else is in a wide one.
         narrow = torch.promote_types(hidden.dtype, weight.dtype)
         wide = torch.promote_types(narrow, torch.float32)
@@ -135,16 +141,18 @@ class _ChunkedSum(torch.autograd.Function):
         # Sums over all tokens: in the wide dtype, or small tokens would vanish beside what is there.
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_grad = torch.zeros_like(weight[:, 0], dtype=wide) if wants_bias else None
-        for start in range(0, len(hidden), plan.rows_per_chunk):
-            chunk = slice(start, start + plan.rows_per_chunk)
+        for start in range(0, len(hidden if rows is None else rows), plan.rows_per_chunk):
+            # Gathered a chunk at a time: all valid rows at once would be a copy of all hidden states.
+            chunk: slice | Tensor = slice(start, start + plan.rows_per_chunk)
+            chunk = chunk if rows is None else rows[chunk]
             logits = _bounded(student.logits(hidden[chunk]))
             keep = labels is not None or student.softcap is not None
             log_student = plan.log_probabilities(logits, keep)
             if not keep:
                 logits = logits[:0].clone()  # as large as the chunk: gone before the teacher's are made
             log_teacher = plan.log_probabilities(_bounded(teacher.logits(teacher_hidden[chunk]).to(wide)))
-            rows, gradient = plan.divergence(log_student, log_teacher)
-            total += rows.sum()
+            values, gradient = plan.divergence(log_student, log_teacher)
+            total += values.sum()
             if labels is not None:
                 total += plan.cross_entropy(logits, labels[chunk], gradient).sum()
             if not (wants_hidden or wants_weight or wants_bias):
@@ -178,7 +186,7 @@ class _ChunkedSum(torch.autograd.Function):
             None if grad is None else grad.mul_(outer).to(dtype)
             for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return None, None, hidden, weight, bias, None, None
+        return None, None, hidden, weight, bias, None, None, None
 
 
 def _bounded(logits: Tensor) -> Tensor:
@@ -207,69 +215,28 @@ def _chunked_mean(
     labels: Tensor | None = None,
     hard: float = 0.0,
 ) -> Tensor:
-    raised(student, teacher)
-    if student.shape[:-1] != teacher.shape[:-1]:
-        raise ValueError(
-            f"hidden states must agree in all but their features, got student {tuple(student.shape)} and "
-            f"teacher {tuple(teacher.shape)}"
-        )
-    for side, hidden, head in (("student", student, heads[0]), ("teacher", teacher, heads[1])):
-        if hidden.shape[-1] != head.weight.shape[1]:
-            raise ValueError(
-                f"{side} hidden states have {hidden.shape[-1]} features, its head takes {head.weight.shape[1]}"
-            )
-    if student.ndim < 2:
-        raise ValueError(
-            f"hidden states are [..., features] of at least one token, got {tuple(student.shape)}"
-        )
-    heads = _shared_vocabulary(*heads)
-    valid = torch.ones(student.shape[:-1], dtype=torch.bool, device=student.device)
-    if mask is not None:
-        if mask.shape != valid.shape:
-            raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens {tuple(valid.shape)}")
-        valid = mask != 0
-    if labels is not None:
-        if labels.shape != valid.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} do not match the tokens {tuple(valid.shape)}")
-        valid = valid & (labels != IGNORE)
-        labels = labels[valid]
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < heads[0].vocabulary:
-            raise ValueError(
-                f"labels reach from {int(labels.min())} to {int(labels.max())}, the shared vocabulary has "
-                f"{heads[0].vocabulary} entries; the label that is ignored is {IGNORE}"
-            )
+    positive("temperature", temperature)
+    states = HiddenStates.of(student, teacher, heads, mask, labels)
+    student_head = states.heads[0]
     if chunk_size is None:
         logits = _CPU_LOGITS if student.device.type == "cpu" else _ACCELERATOR_LOGITS
-        chunk_size = max(logits // heads[0].vocabulary, 16)
-    plan = _Plan(terms, temperature, chunk_size, soft=1 - hard, hard=hard)
-    constants = Head(heads[1].weight.detach(), _detached(heads[1].bias), heads[1].softcap, heads[1].scale)
-    hidden = student[valid] if mask is not None or labels is not None else student.flatten(0, -2)
-    constant = (
-        teacher.detach()[valid] if mask is not None or labels is not None else teacher.detach().flatten(0, -2)
-    )
+        chunk_size = max(logits // student_head.vocabulary, 16)
+    plan = _Plan(terms, temperature, whole("chunk_size", chunk_size), soft=1 - hard, hard=hard)
     with torch.autocast(student.device.type, enabled=False):
         total: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-            plan, (heads[0], constants), hidden, heads[0].weight, heads[0].bias, constant, labels
+            plan,
+            states.heads,
+            states.student,
+            student_head.weight,
+            student_head.bias,
+            states.teacher,
+            states.labels,
+            states.rows,
         )
-    return total / divisor(len(hidden), normalizer)
+    return total / divisor(states.count, normalizer)
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _shared_vocabulary(student: Head, teacher: Head) -> tuple[Head, Head]:
-    if student.vocabulary == teacher.vocabulary:
-        return student, teacher
-    shared = min(student.vocabulary, teacher.vocabulary)
-    warnings.warn(
-        f"the student's head has {student.vocabulary} entries, the teacher's {teacher.vocabulary}: the first "
-        f"{shared} are compared. That is right where the rest is padding of one and the same vocabulary",
-        stacklevel=5,
-    )
-    return student.cut(shared), teacher.cut(shared)
-
-
+@named
 def linear_kl(
     student: Tensor,
     teacher: Tensor,
@@ -315,6 +282,7 @@ def linear_kl(
     )
 
 
+@named
 def linear_jsd(
     student: Tensor,
     teacher: Tensor,
@@ -348,6 +316,7 @@ def linear_jsd(
     )
 
 
+@named
 def linear_ce_kl(
     student: Tensor,
     teacher: Tensor,
@@ -385,6 +354,7 @@ def linear_ce_kl(
     >>> linear_ce_kl(hidden, hidden, head, head, torch.tensor([[0, 0, 1]]), hard=1.0).item()
     0.0
     """
+    unit_interval("hard", hard)
     if shift:
         labels = next_labels(labels)
     return _chunked_mean(

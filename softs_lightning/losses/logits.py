@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,14 +16,17 @@ from softs_lightning.losses.arithmetic import (
     full_precision,
     keep_valid,
     mean_over_rows,
+    one_of,
     pick,
     positive,
     unit_interval,
     unit_rows,
     valid_rows,
+    weight,
+    whole,
 )
 from softs_lightning.losses.divergences import DIRECTIONS, kl_rows
-from softs_lightning.losses.tokens import IGNORE, next_labels
+from softs_lightning.losses.tokens import IGNORE, BatchKey, check_segments, labels_of, next_labels
 
 __all__ = [
     "CEKL",
@@ -43,15 +45,27 @@ __all__ = [
     "uld",
 ]
 
-BatchKey = str | int | Callable[[Any], Tensor]
-
 
 def _labelled(student: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Labels that may be gathered by, and the mask of the rows that have one."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"labels are a tensor of whole numbers, got {got}")
+    labels = labels.to(student.device)
+    if mask is not None and mask.shape != labels.shape:
+        raise ValueError(f"mask {tuple(mask.shape)} does not match the labels {tuple(labels.shape)}")
     if labels.shape != student.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(student.shape)}")
     valid = labels != IGNORE
-    labels = labels.clamp_min(0)
+    # On a device, looking would wait for it at each step; there, gathering itself fails.
+    looking = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looking and bool(valid.any()):
+        low, high = int(labels[valid].min()), int(labels[valid].max())
+        if low < 0 or high >= student.shape[-1]:
+            raise ValueError(
+                f"labels reach from {low} to {high}, the logits have {student.shape[-1]} classes; {IGNORE} is ignored"
+            )
+    labels = labels.long().clamp_min(0)
     return labels.unsqueeze(-1), valid if mask is None else valid & (mask != 0)
 
 
@@ -88,6 +102,7 @@ def dkd(
     0.0
     """
     check_same_shape(student, teacher, "dkd")
+    positive("temperature", temperature)
     target, valid = _labelled(student, labels, mask)
     binary, rest = [], []
     for logits in (student, teacher):
@@ -131,6 +146,7 @@ def dist(
     0.0
     """
     check_same_shape(student, teacher, "dist")
+    positive("temperature", temperature)
     one, two = (bounded_logits(valid_rows(x, mask), temperature).softmax(-1) for x in (student, teacher))
     by_sample = mean_over_rows(_correlation_gap(one, two, -1))
     # Of no sample there is no column either; its mean would be NaN.
@@ -163,6 +179,7 @@ def standardized_kl(
     0.0
     """
     check_same_shape(student, teacher, "standardized_kl")
+    positive("temperature", temperature)
     logs = []
     for logits in (student, teacher):
         logits = bounded_logits(keep_valid(logits, mask))
@@ -204,6 +221,8 @@ def ce_kl(
     0.0
     """
     check_same_shape(student, teacher, "ce_kl")
+    positive("temperature", temperature)
+    unit_interval("hard", hard)
     target, valid = _labelled(student, next_labels(labels) if shift else labels, mask)
     student, teacher = (bounded_logits(keep_valid(x, valid)) for x in (student, teacher))
     cross_entropy = -student.log_softmax(-1).gather(-1, target).squeeze(-1)
@@ -235,6 +254,8 @@ def topk_kl(
     tensor(True)
     """
     check_same_shape(student, teacher, "topk_kl")
+    positive("temperature", temperature)
+    whole("k", k)
     student, teacher = (bounded_logits(keep_valid(x, mask), temperature) for x in (student, teacher))
     if k < student.shape[-1]:
         top = teacher.topk(k, -1).indices
@@ -269,6 +290,7 @@ def sigmoid_kl(
     0.0
     """
     check_same_shape(student, teacher, "sigmoid_kl")
+    positive("temperature", temperature)
     student, teacher = (bounded_logits(keep_valid(x, mask), temperature) for x in (student, teacher))
     logs = [torch.stack([F.logsigmoid(x), F.logsigmoid(-x)], -1) for x in (student, teacher)]
     return temperature**2 * mean_over_rows(kl_rows(logs[0], logs[1]).sum(-1), mask, normalizer)
@@ -299,7 +321,8 @@ def uld(
     >>> round(uld(torch.tensor([[100.0, 0.0]]), torch.tensor([[0.0, 0.0, 100.0]])).item(), 6)
     0.0
     """
-    if student.shape[:-1] != teacher.shape[:-1]:
+    positive("temperature", temperature)
+    if student.shape[:-1] != teacher.shape[:-1] or not student.ndim or not teacher.ndim:
         raise ValueError(
             f"uld compares logits at the same positions, got student {tuple(student.shape)} and teacher "
             f"{tuple(teacher.shape)}"
@@ -334,10 +357,9 @@ class DKD(DistillationLoss):
         self, alpha: float = 1.0, beta: float = 8.0, temperature: float = 4.0, *, labels: BatchKey = "labels"
     ) -> None:
         super().__init__()
-        if alpha < 0 or beta < 0:
-            raise ValueError(f"alpha and beta must not be negative, got {alpha!r} and {beta!r}")
-        self.alpha, self.beta = alpha, beta
-        self.temperature = positive("temperature", temperature)
+        self.alpha = weight("DKD's alpha", alpha)
+        self.beta = weight("DKD's beta", beta)
+        self.temperature = positive("DKD's temperature", temperature)
         self.labels = labels
 
     def forward(
@@ -349,7 +371,7 @@ class DKD(DistillationLoss):
         mask: Tensor | None = None,
         normalizer: Normalizer = None,
     ) -> Tensor:
-        labels = pick(batch, self.labels, type(self).__name__).to(student.device)
+        labels = pick(batch, self.labels, type(self).__name__)
         return dkd(
             student,
             teacher,
@@ -375,10 +397,9 @@ class DIST(DistillationLoss):
 
     def __init__(self, inter: float = 1.0, intra: float = 1.0, temperature: float = 1.0) -> None:
         super().__init__()
-        if inter < 0 or intra < 0:
-            raise ValueError(f"inter and intra must not be negative, got {inter!r} and {intra!r}")
-        self.inter, self.intra = inter, intra
-        self.temperature = positive("temperature", temperature)
+        self.inter = weight("DIST's inter", inter)
+        self.intra = weight("DIST's intra", intra)
+        self.temperature = positive("DIST's temperature", temperature)
 
     def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
         return dist(
@@ -398,7 +419,7 @@ class StandardizedKL(DistillationLoss):
 
     def __init__(self, temperature: float = 2.0) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = positive("StandardizedKL's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -410,6 +431,15 @@ class StandardizedKL(DistillationLoss):
 
 class CEKL(DistillationLoss):
     """Hard and soft labels mixed: :func:`~softs_lightning.losses.functional.ce_kl`.
+
+    Args:
+        hard: share of the cross-entropy, in [0, 1].
+        temperature: of the KL, above 0.
+        direction: of the KL.
+        labels: key or position in the batch, or a function of the batch; -100 is ignored.
+        shift: the labels are the inputs' own (transformers' convention) and are shifted here, once.
+        segments: where several documents are packed into one row, what of the batch numbers them: no
+            prediction is scored across an end. Like ``labels``, a key, a position or a function.
 
     >>> import torch
     >>> logits = torch.tensor([[100.0, 0.0]])
@@ -428,15 +458,15 @@ class CEKL(DistillationLoss):
         *,
         labels: BatchKey = "labels",
         shift: bool = False,
+        segments: BatchKey | None = None,
     ) -> None:
         super().__init__()
-        self.hard = unit_interval("hard", hard)
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.hard = unit_interval("CEKL's hard", hard)
+        self.temperature = positive("CEKL's temperature", temperature)
+        self.direction = one_of("CEKL's direction", direction, DIRECTIONS)
         self.labels = labels
         self.shift = shift
+        self.segments = check_segments("CEKL", shift, segments)
 
     def forward(
         self,
@@ -450,11 +480,10 @@ class CEKL(DistillationLoss):
         return ce_kl(
             student,
             teacher,
-            pick(batch, self.labels, type(self).__name__).to(student.device),
+            labels_of(batch, self.labels, type(self).__name__, shift=self.shift, segments=self.segments),
             hard=self.hard,
             temperature=self.temperature,
             direction=self.direction,
-            shift=self.shift,
             mask=mask,
             normalizer=normalizer,
         )
@@ -472,10 +501,8 @@ class TopKKL(DistillationLoss):
 
     def __init__(self, k: int = 64, temperature: float = 1.0) -> None:
         super().__init__()
-        if k < 1:
-            raise ValueError(f"k must be 1 at least, got {k!r}")
-        self.k = k
-        self.temperature = positive("temperature", temperature)
+        self.k = whole("TopKKL's k", k)
+        self.temperature = positive("TopKKL's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -495,7 +522,7 @@ class SigmoidKL(DistillationLoss):
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = positive("SigmoidKL's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -516,7 +543,7 @@ class ULD(DistillationLoss):
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = positive("ULD's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

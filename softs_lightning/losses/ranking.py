@@ -72,6 +72,7 @@ def listwise_kl(
     0.0
     """
     _check(student, teacher, mask, "listwise_kl")
+    positive("temperature", temperature)
     student, teacher = (bounded_logits(keep_valid(x, mask), temperature) for x in (student, teacher))
     if mask is not None:
         nowhere = torch.finfo(student.dtype).min / 4
@@ -133,7 +134,7 @@ class ListwiseKL(DistillationLoss):
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
+        self.temperature = positive("ListwiseKL's temperature", temperature)
 
     def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
         return listwise_kl(student, teacher, temperature=self.temperature, mask=mask)

@@ -24,6 +24,8 @@ from softs_lightning.losses.arithmetic import (
     positive,
     unit_rows,
     valid_rows,
+    weight,
+    whole,
 )
 
 __all__ = [
@@ -43,7 +45,7 @@ __all__ = [
 
 def _rows(student: Tensor, teacher: Tensor, mask: Tensor | None, tokens: bool) -> tuple[Tensor, Tensor]:
     one, two = (valid_rows(x, mask, tokens=tokens) for x in (student, teacher))
-    if len(one) != len(two):
+    if len(one) != len(two) or (tokens and student.shape[:-1] != teacher.shape[:-1]):
         raise ValueError(
             f"relations are compared within one batch, got student {tuple(student.shape)} and teacher "
             f"{tuple(teacher.shape)}: {len(one)} and {len(two)} rows"
@@ -94,6 +96,8 @@ def correlation_congruence(
     >>> correlation_congruence(torch.eye(2), torch.eye(2, 5)).item()
     0.0
     """
+    positive("gamma", gamma)
+    whole("order", order)
     kernels: list[Tensor] = []
     for rows in _rows(student, teacher, mask, tokens):
         unit = unit_rows(rows)
@@ -321,10 +325,8 @@ class CorrelationCongruence(_Relation):
 
     def __init__(self, gamma: float = 0.4, order: int = 2, *, tokens: bool = False) -> None:
         super().__init__(tokens=tokens)
-        if order < 1:
-            raise ValueError(f"order must be 1 at least, got {order!r}")
-        self.gamma = positive("gamma", gamma)
-        self.order = order
+        self.gamma = positive("CorrelationCongruence's gamma", gamma)
+        self.order = whole("CorrelationCongruence's order", order)
 
     def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
         return correlation_congruence(
@@ -347,10 +349,8 @@ class RKD(_Relation):
 
     def __init__(self, distance: float = 1.0, angle: float = 2.0, *, tokens: bool = False) -> None:
         super().__init__(tokens=tokens)
-        if min(distance, angle) < 0 or max(distance, angle) == 0:
-            raise ValueError(
-                f"distance and angle must be weights, not both 0, got {distance!r} and {angle!r}"
-            )
+        if weight("RKD's distance", distance) == weight("RKD's angle", angle) == 0:
+            raise ValueError("RKD's distance and angle must be weights, not both 0")
         self.distance, self.angle = distance, angle
 
     def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:

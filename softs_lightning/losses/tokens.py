@@ -7,10 +7,18 @@ else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORE", "next_labels", "prediction_mask"]
+from softs_lightning.losses.arithmetic import pick
+
+__all__ = ["IGNORE", "BatchKey", "check_segments", "labels_of", "next_labels", "prediction_mask"]
+
+#: What names a tensor of the batch: a key, a position, or a function of the batch.
+BatchKey = str | int | Callable[[Any], Tensor]
 
 #: The label that is not scored, as in ``torch.nn.functional.cross_entropy``.
 IGNORE = -100
@@ -38,6 +46,31 @@ def next_labels(labels: Tensor, *, segments: Tensor | None = None) -> Tensor:
     if segments is not None:
         following[..., :-1].masked_fill_(segments[..., 1:] != segments[..., :-1], IGNORE)
     return following
+
+
+def labels_of(
+    batch: Any, labels: BatchKey, what: str, *, shift: bool = False, segments: BatchKey | None = None
+) -> Tensor:
+    """The label of each prediction that a loss reads from its batch, shifted here where it is to be.
+
+    >>> batch = {"labels": torch.tensor([[5, 6, 7]]), "document": torch.tensor([[0, 0, 1]])}
+    >>> labels_of(batch, "labels", "CEKL", shift=True, segments="document")
+    tensor([[   6, -100, -100]])
+    """
+    found = pick(batch, labels, what)
+    if not shift:
+        return found
+    return next_labels(found, segments=None if segments is None else pick(batch, segments, what))
+
+
+def check_segments(what: str, shift: bool, segments: BatchKey | None) -> BatchKey | None:
+    """``segments``, or a ``ValueError`` where there is no shift that they could stop."""
+    if segments is not None and not shift:
+        raise ValueError(
+            f"{what}'s segments keep the shift from crossing documents, and shift is False: with labels shifted before, "
+            "set those of the last tokens to -100"
+        )
+    return segments
 
 
 def prediction_mask(labels: Tensor, *, segments: Tensor | None = None) -> Tensor:

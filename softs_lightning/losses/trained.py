@@ -16,7 +16,10 @@ from torch.nn import functional as F
 from softs_lightning.losses.arithmetic import (
     DistillationLoss,
     Normalizer,
+    by_position,
+    check_maps,
     check_same_shape,
+    check_sides,
     check_width,
     full_precision,
     keep_valid,
@@ -24,6 +27,8 @@ from softs_lightning.losses.arithmetic import (
     positive,
     raised,
     run_raised,
+    unit_interval,
+    whole,
 )
 
 __all__ = ["MGD", "SRD", "VID", "ReviewKD", "gaussian_nll", "hierarchical_context", "log_sum"]
@@ -90,10 +95,19 @@ def log_sum(student: Tensor, teacher: Tensor, *, exponent: float = 4.0, eps: flo
     return ((student - teacher).abs().pow(exponent).mean() + eps).log()
 
 
-def _unlike_sizes(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be 1 at least, got {size!r}")
+def _channels(values: Tensor, mask: Tensor | None, channel_dim: int) -> Tensor:
+    """``[batch, channels]``: the mean over the valid positions, where there are positions."""
+    if values.ndim < 3:
+        return keep_valid(values, mask)
+    if mask is not None and mask.ndim == 1:
+        return keep_valid(by_position(values, channel_dim)[0], mask).mean(-1)
+    channels, valid = by_position(values, channel_dim, mask)
+    return channels.mean(-1) if valid is None else channels.sum(-1) / valid.sum(1, keepdim=True).clamp_min(1)
+
+
+def _enough_for_a_norm(rows: int, training: bool) -> None:
+    if rows == 1 and training:
+        raise ValueError("a batch norm needs two samples that count in a batch at least, got one")
 
 
 class VID(DistillationLoss):
@@ -130,9 +144,10 @@ class VID(DistillationLoss):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        _unlike_sizes({"student_features": student_features, "teacher_features": teacher_features})
-        if init_variance <= positive("eps", eps):
-            raise ValueError(f"init_variance must be above eps, got {init_variance!r} and {eps!r}")
+        whole("VID's student_features", student_features)
+        whole("VID's teacher_features", teacher_features)
+        if positive("VID's init_variance", init_variance) <= positive("VID's eps", eps):
+            raise ValueError(f"VID's init_variance must be above eps, got {init_variance!r} and {eps!r}")
         hidden = teacher_features if hidden is None else hidden
         self.student_features = student_features
         self.channel_dim = channel_dim
@@ -164,12 +179,14 @@ class VID(DistillationLoss):
 class SRD(DistillationLoss):
     """A linear projector, batch norm on both sides and the log-sum distance (arXiv:2303.11098).
 
-    Feature maps are averaged over their positions first, as in the paper.
+    Feature maps are averaged over their (valid) positions first, as in the paper. A sample without a valid
+    position is left out, of the batch norms too.
 
     Args:
-        student_features: channels of the student's product, at dimension 1.
+        student_features: channels of the student's product.
         teacher_features: channels of the teacher's.
         exponent: of the distance.
+        channel_dim: where the channels are; 1 for maps, -1 for tokens.
 
     >>> import torch
     >>> loss = SRD(4, 8)
@@ -181,22 +198,40 @@ class SRD(DistillationLoss):
     divergence: ClassVar[bool] = False
     row_mean: ClassVar[bool] = False
 
-    def __init__(self, student_features: int, teacher_features: int, *, exponent: float = 4.0) -> None:
+    def __init__(
+        self,
+        student_features: int,
+        teacher_features: int,
+        *,
+        exponent: float = 4.0,
+        channel_dim: int = 1,
+    ) -> None:
         super().__init__()
-        _unlike_sizes({"student_features": student_features, "teacher_features": teacher_features})
-        self.exponent = positive("exponent", exponent)
+        whole("SRD's student_features", student_features)
+        whole("SRD's teacher_features", teacher_features)
+        self.exponent = positive("SRD's exponent", exponent)
+        self.channel_dim = channel_dim
         # No bias: the norm would take it out again.
         self.projector = nn.Linear(student_features, teacher_features, bias=False)
         self.student_norm = nn.BatchNorm1d(teacher_features, eps=1e-4, affine=False)
         self.teacher_norm = nn.BatchNorm1d(teacher_features, eps=1e-4, affine=False)
 
-    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+    def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
         student, teacher = raised(student, teacher)
-        check_width(student, self.projector.in_features, 1, "SRD's student product")
-        check_width(teacher, self.projector.out_features, 1, "SRD's teacher product")
+        check_width(student, self.projector.in_features, self.channel_dim, "SRD's student product")
+        check_width(teacher, self.projector.out_features, self.channel_dim, "SRD's teacher product")
+        if len(student) != len(teacher):
+            raise ValueError(f"one batch is compared, got {len(student)} and {len(teacher)} samples")
         with torch.autocast(student.device.type, enabled=False):
-            student, teacher = (x.flatten(2).mean(-1) if x.ndim > 2 else x for x in (student, teacher))
-            one = run_raised(self.student_norm, run_raised(self.projector, student))
+            student, teacher = (_channels(x, mask, self.channel_dim) for x in (student, teacher))
+            if mask is not None:
+                samples = (mask != 0).flatten(1).any(1) if mask.ndim > 1 else mask != 0
+                student, teacher = student[samples], teacher[samples]
+            projected = run_raised(self.projector, student)
+            if not len(student):
+                return projected.sum()
+            _enough_for_a_norm(len(student), self.training)
+            one = run_raised(self.student_norm, projected)
             two = run_raised(self.teacher_norm, teacher)
             return log_sum(one, two, exponent=self.exponent)
 
@@ -207,6 +242,8 @@ class MGD(DistillationLoss):
     The student's map is aligned by a 1×1 convolution where the channels differ, a random part of its
     positions is zeroed, and two convolutions must generate the teacher's whole map; the loss is the MSE
     (the paper sums over the map: its weight of 7e-5 there is one over the number of entries here).
+
+    Positions that a mask leaves out are, to the convolutions, as those beyond the edge of the map.
 
     Args:
         student_features: channels of the student's map ``[batch, channels, height, width]``.
@@ -222,13 +259,16 @@ class MGD(DistillationLoss):
     same_shape: ClassVar[bool] = False
     divergence: ClassVar[bool] = False
     row_mean: ClassVar[bool] = False
+    mask_dims: ClassVar[tuple[int, ...]] = (2, 3)
 
     def __init__(self, student_features: int, teacher_features: int, *, ratio: float = 0.5) -> None:
         super().__init__()
-        _unlike_sizes({"student_features": student_features, "teacher_features": teacher_features})
-        if not 0 <= ratio < 1:
-            raise ValueError(f"ratio must lie in [0, 1), got {ratio!r}")
-        self.ratio, self.student_features = ratio, student_features
+        whole("MGD's student_features", student_features)
+        whole("MGD's teacher_features", teacher_features)
+        if unit_interval("MGD's ratio", ratio) == 1:
+            raise ValueError(f"MGD's ratio must lie in [0, 1), got {ratio!r}")
+        self.ratio = ratio
+        self.student_features, self.teacher_features = student_features, teacher_features
         alike = student_features == teacher_features
         self.align: nn.Module = nn.Identity() if alike else nn.Conv2d(student_features, teacher_features, 1)
         self.generator = nn.Sequential(
@@ -237,16 +277,34 @@ class MGD(DistillationLoss):
             nn.Conv2d(teacher_features, teacher_features, 3, padding=1),
         )
 
-    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+    def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
         student, teacher = raised(student, teacher)
-        check_width(student, self.student_features, 1, "MGD's student product")
+        check_maps(student, self.student_features, "MGD's student product")
+        check_maps(teacher, self.teacher_features, "MGD's teacher product")
+        if student[:, 0].shape != teacher[:, 0].shape:
+            raise ValueError(
+                f"MGD compares maps of one batch and size, got {tuple(student.shape)} and {tuple(teacher.shape)}"
+            )
+        first, activation, second = self.generator
         with torch.autocast(student.device.type, enabled=False):
+            valid: Tensor | float = 1.0
+            if mask is not None:
+                if mask.shape not in (student.shape[:1], student[:, 0].shape):
+                    raise ValueError(
+                        f"MGD's mask is [batch, height, width] or [batch], got {tuple(mask.shape)} for "
+                        f"{tuple(student.shape)}"
+                    )
+                student, teacher = (
+                    keep_valid(x.movedim(1, -1), mask).movedim(-1, 1) for x in (student, teacher)
+                )
+                valid = (mask != 0).reshape(len(mask), 1, *(mask.shape[1:] or (1, 1))).to(student)
             aligned = run_raised(self.align, student)
             # Drawn in float32 whatever the dtype, so that one seed masks the same positions.
             kept = torch.rand(aligned[:, :1].shape, device=aligned.device) >= self.ratio
-            built = run_raised(self.generator, aligned * kept)
-            check_same_shape(built, teacher, "MGD (the generated map)")
-            return F.mse_loss(built, teacher)
+            hidden = activation(run_raised(first, aligned * kept * valid))
+            built = run_raised(second, hidden * valid)
+            gap = keep_valid((built - teacher).movedim(1, -1), mask)
+            return mean_over_tokens(gap.square(), mask)
 
 
 class ReviewKD(DistillationLoss):
@@ -254,6 +312,9 @@ class ReviewKD(DistillationLoss):
 
     Each stage is projected to ``hidden`` channels and fused with the review of all deeper stages by an
     attention over the two; what comes out is compared with the teacher's map of the stage.
+
+    A mask is of samples, ``[batch]``: the convolutions, resizings and pooled contexts mix positions of several
+    sizes, so none over positions could keep what is padding out, and one is refused.
 
     Args:
         student_features: channels of the student's maps, from shallow to deep.
@@ -277,28 +338,49 @@ class ReviewKD(DistillationLoss):
         self, student_features: Sequence[int], teacher_features: Sequence[int], *, hidden: int = 512
     ) -> None:
         super().__init__()
+        whole("ReviewKD's hidden", hidden)
         if len(student_features) != len(teacher_features) or not student_features:
             raise ValueError(
-                f"as many stages a side, one at least, got {len(student_features)} and {len(teacher_features)}"
+                f"ReviewKD takes as many stages a side, one at least, got {len(student_features)} and {len(teacher_features)}"
             )
-        self.student_features = tuple(student_features)
+        for size in (*student_features, *teacher_features):
+            whole("ReviewKD's sizes", size)
+        self.student_features, self.teacher_features = tuple(student_features), tuple(teacher_features)
         deepest = len(student_features) - 1
         self.fusions = nn.ModuleList(
             _Fusion(one, hidden, two, fuse=stage < deepest)
             for stage, (one, two) in enumerate(zip(student_features, teacher_features, strict=True))
         )
 
-    def forward(self, student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, student: Sequence[Tensor], teacher: Sequence[Tensor], *, mask: Tensor | None = None
+    ) -> Tensor:
         stages = len(self.fusions)
-        if len(student) != stages or len(teacher) != stages:
-            raise ValueError(f"{stages} maps a side are wanted, got {len(student)} and {len(teacher)}")
+        check_sides(student, teacher, stages)
         tensors = raised(*student, *teacher)
+        for number, values in enumerate(tensors):
+            name, stage = ("student", "teacher")[number >= stages], number % stages
+            channels = (*self.student_features, *self.teacher_features)[number]
+            check_maps(values, channels, f"ReviewKD's {name} map of stage {stage}")
+            if len(values) != len(tensors[0]):
+                raise ValueError(
+                    f"maps of one batch are compared, got {len(tensors[0])} and {len(values)} samples"
+                )
+        if mask is not None:
+            if mask.shape != tensors[0].shape[:1]:
+                raise ValueError(
+                    f"ReviewKD's mask is of samples, [{len(tensors[0])}], got {tuple(mask.shape)}: its convolutions and "
+                    "pooled contexts mix positions, so that none can be left out"
+                )
+            tensors = tuple(x[mask != 0] for x in tensors)
+        if not len(tensors[0]):
+            # On the graph with all it trains, whose gradients the ranks wait for.
+            zero = torch.stack([p.sum() for p in self.parameters()]).sum() * 0
+            return torch.stack([x.sum() for x in tensors[:stages]]).sum() + zero
         terms, review = [], None
         with torch.autocast(tensors[0].device.type, enabled=False):
             for stage in reversed(range(stages)):
                 target = tensors[stages + stage]
-                channels = self.student_features[stage]
-                check_width(tensors[stage], channels, 1, f"ReviewKD's student map of stage {stage}")
                 built, review = self.fusions[stage](tensors[stage], review, target.shape[2:])
                 terms.append(hierarchical_context(built, target))
         return torch.stack(terms).sum()

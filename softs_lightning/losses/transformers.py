@@ -6,21 +6,26 @@ Masks are ``[batch, tokens]`` as for all token products; a masked token is left 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from softs_lightning.losses.arithmetic import (
     DistillationLoss,
     Normalizer,
     check_same_shape,
+    divisor,
+    eager,
     full_precision,
     keep_valid,
     mean_over_rows,
     non_negative,
     positive,
+    raised,
     unit_rows,
+    whole,
 )
 from softs_lightning.losses.divergences import kl_rows
 
@@ -103,8 +108,8 @@ def attention_kl(student: Tensor, teacher: Tensor, *, mask: Tensor | None = None
     return mean_over_rows(non_negative(rows), mask)
 
 
-def _relation(states: Tensor, heads: int, temperature: float, mask: Tensor | None, side: str) -> Tensor:
-    """Log-probabilities ``[batch, heads, tokens, tokens]`` of scaled dot products within the states."""
+def _in_heads(states: Tensor, heads: int, mask: Tensor | None, side: str) -> Tensor:
+    """``[batch, heads, tokens, width of a head]``, whatever heads the states came in."""
     if states.ndim == 4:  # [batch, its own heads, tokens, width]: regrouped
         states = states.transpose(1, 2).flatten(2)
     if states.ndim != 3:
@@ -112,11 +117,59 @@ def _relation(states: Tensor, heads: int, temperature: float, mask: Tensor | Non
     batch, tokens, width = states.shape
     if width % heads:
         raise ValueError(f"{side} width {width} does not divide into {heads} relation heads")
-    states = keep_valid(states, mask).view(batch, tokens, heads, width // heads).transpose(1, 2)
-    scores = states @ states.mT / (temperature * math.sqrt(width // heads))
-    if mask is not None:
-        scores = scores.masked_fill((mask == 0)[:, None, None, :], torch.finfo(scores.dtype).min / 4)
+    if mask is not None and mask.shape != (batch, tokens):
+        raise ValueError(f"mask {tuple(mask.shape)} does not match the tokens of {tuple(states.shape)}")
+    return keep_valid(states, mask).view(batch, tokens, heads, width // heads).transpose(1, 2)
+
+
+def _relation(states: Tensor, scale: float, valid: Tensor | None) -> Tensor:
+    """Log-probabilities ``[batch, heads, tokens, tokens]`` of scaled dot products within the states."""
+    scores = states @ states.mT * scale
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None, None, :], torch.finfo(scores.dtype).min / 4)
     return scores.log_softmax(-1)
+
+
+# Entries of one block of relations, of which a handful of buffers exist: 4 MiB each in float32.
+_BLOCK = 2**20
+
+
+class _RelationSum(torch.autograd.Function):
+    """The weighted sum of the rows' KL; gradients of the student's states are taken in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, valid: Tensor | None, temperature: float
+    ) -> Tensor:
+        batch, heads, tokens, _ = student.shape
+        scales = [1 / (temperature * math.sqrt(x.shape[-1])) for x in (student, teacher)]
+        total = student.new_zeros(())
+        gradient = torch.empty_like(student)
+        samples = max(_BLOCK // max(heads * tokens**2, 1), 1)
+        for start in range(0, batch, samples):
+            block = slice(start, start + samples)
+            counted = None if valid is None else valid[block]
+            log_student = _relation(student[block], scales[0], counted)
+            log_teacher = _relation(teacher[block], scales[1], counted)
+            weight = weights[block, None, :] / heads
+            total += (kl_rows(log_student, log_teacher) * weight).sum()
+            pull = log_student.exp_().sub_(log_teacher.exp_()).mul_(weight.unsqueeze(-1) * scales[0])
+            # Each state is in its own row, as query, and in all others, as key.
+            gradient[block] = (pull + pull.mT) @ student[block]
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return outer * gradient, None, None, None, None
+
+
+@eager
+def _relation_sum(*operands: Any) -> Tensor:
+    total: Tensor = _RelationSum.apply(*operands)  # type: ignore[no-untyped-call]
+    return total
 
 
 @full_precision
@@ -135,6 +188,9 @@ def minilm_relation(
     models have, so that widths and head counts may differ; each token's scaled dot products with all
     tokens make a distribution, and KL(teacher ‖ student) is averaged over heads and valid tokens.
 
+    The relations, batch × heads × tokens², are never held whole: samples are taken in blocks, with the
+    gradient. Differentiable once; the teacher is a constant.
+
     Args:
         student: ``[batch, tokens, features]``, or ``[batch, heads, tokens, features]``, regrouped.
         teacher: likewise, with a width and heads of its own.
@@ -148,17 +204,18 @@ def minilm_relation(
     >>> minilm_relation(states, states, heads=2).item()
     0.0
     """
-    logs = [
-        _relation(x, heads, temperature, mask, side)
-        for x, side in ((student, "student"), (teacher, "teacher"))
-    ]
-    if logs[0].shape != logs[1].shape:
+    positive("temperature", temperature)
+    whole("heads", heads)
+    one, two = (_in_heads(x, heads, mask, side) for x, side in ((student, "student"), (teacher, "teacher")))
+    if one.shape[:3] != two.shape[:3]:
         raise ValueError(
             f"relations are compared token by token, got student {tuple(student.shape)} and teacher "
             f"{tuple(teacher.shape)}"
         )
-    rows = kl_rows(logs[0], logs[1]).mean(1)  # over heads: [batch, tokens]
-    return mean_over_rows(rows, mask, normalizer)
+    valid = None if mask is None else mask.to(one.device) != 0
+    counts = one.new_ones(one.shape[0], one.shape[2]) if valid is None else valid.to(one)
+    weights = counts / divisor(counts.numel() if valid is None else counts.sum(), normalizer)
+    return _relation_sum(one, two.detach(), weights, valid, temperature)
 
 
 @full_precision
@@ -230,10 +287,8 @@ class MiniLMRelation(DistillationLoss):
 
     def __init__(self, heads: int, temperature: float = 1.0) -> None:
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"heads must be 1 at least, got {heads!r}")
-        self.heads = heads
-        self.temperature = positive("temperature", temperature)
+        self.heads = whole("MiniLMRelation's heads", heads)
+        self.temperature = positive("MiniLMRelation's temperature", temperature)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
@@ -269,8 +324,15 @@ class PKD(DistillationLoss):
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None
     ) -> Tensor:
+        student, teacher = raised(student, teacher)
         check_same_shape(student, teacher, type(self).__name__)
         if self.token is not None and student.ndim == 3:
+            if not -student.shape[1] <= self.token < student.shape[1]:
+                raise ValueError(f"PKD compares token {self.token}, got {tuple(student.shape)}")
+            if mask is not None and mask.shape != student.shape[:2]:
+                raise ValueError(
+                    f"PKD's mask {tuple(mask.shape)} does not match the tokens of {tuple(student.shape)}"
+                )
             student, teacher = student[:, self.token], teacher[:, self.token]
             mask = None if mask is None else mask[:, self.token]
         return patient_distance(student, teacher, mask=mask, normalizer=normalizer)

@@ -1,8 +1,10 @@
-"""What the losses cost: ``python tests/benchmarks/bench_losses.py [chunked] [table]`` prints Markdown.
+"""What the losses hold and cost, over the same maths with everything at once.
 
-``chunked``: peak extra memory and CPU time of a forward and backward of the chunked KL over the dense one,
+Here in bytes of live tensors, exact and the same on every machine, and in paired times. More of it prints
+``python -m tests.benchmarks.bench_losses [chunked] [table]``, in Markdown. ``chunked``: peak extra memory and CPU time of a forward and backward of the chunked KL over the dense one,
 each in a process of its own, on one thread (N = 2,048 tokens, student width 256, teacher 512, float32), and
-of the chunked one at several N. ``table``: time of every loss over MSE on the same tensors.
+of the chunked one at several N, with what of it must be: the gradients of hidden states and head, and six
+chunks of logits. ``table``: time of every loss over MSE on the same tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 
 from softs_lightning import losses
 from softs_lightning.losses import functional as LF
+from tests.benchmarks import Row, compare
+from tests.benchmarks.bench_memory import peak
 
 WIDTHS = (256, 512)
 
@@ -53,7 +57,7 @@ def chunked_or_dense(kind: str, tokens: int, vocabulary: int, chunk_size: int | 
 
 
 def in_a_process(*arguments: object) -> dict[str, Any]:
-    command = [sys.executable, __file__, "one", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.benchmarks.bench_losses", "one", *map(str, arguments)]
     result: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return result
 
@@ -69,10 +73,75 @@ def bench_chunked() -> None:
             f"| 1/{dense['extra'] / chunked['extra']:.1f} | {dense['seconds']:.1f} | {chunked['seconds']:.1f} "
             f"| {chunked['seconds'] / dense['seconds']:.2f} | {gap:.0e} |"
         )
-    print("\n| V | N | chunked MiB | of these, gradient of the hidden states |\n|---|---|---|---|")
+    print("\n| V | N | chunked MiB | hidden gradients | head's gradient | six chunks of logits |")
+    print("|---|---|---|---|---|---|")
+    vocabulary = 50_257
+    chunk = max(2**21 // vocabulary, 16) * vocabulary
     for tokens in (512, 2048, 8192):
-        extra = in_a_process("chunked", tokens, 50_257, "None")["extra"]
-        print(f"| 50,257 | {tokens:,} | {extra:,.0f} | {tokens * WIDTHS[0] * 4 / 2**20:.1f} |")
+        extra = in_a_process("chunked", tokens, vocabulary, "None")["extra"]
+        parts = (tokens * WIDTHS[0], vocabulary * WIDTHS[0], 6 * chunk)
+        expected = " | ".join(f"{4 * part / 2**20:.1f}" for part in parts)
+        print(f"| {vocabulary:,} | {tokens:,} | {extra:,.0f} | {expected} |")
+
+
+def dense_relation(student: Tensor, teacher: Tensor, heads: int) -> Tensor:
+    """MiniLM's relations, all at once."""
+    logs = []
+    for states in (student, teacher):
+        split = states.unflatten(-1, (heads, -1)).transpose(1, 2)
+        logs.append((split @ split.mT / split.shape[-1] ** 0.5).log_softmax(-1))
+    return (logs[1].exp() * (logs[1] - logs[0])).sum(-1).mean()
+
+
+def dense_angles(student: Tensor, teacher: Tensor) -> Tensor:
+    """RKD's angles, all triplets at once."""
+    cubes = []
+    for rows_ in (student, teacher):
+        sides = nn.functional.normalize(rows_[None] - rows_[:, None], dim=2)
+        cubes.append(sides @ sides.mT)
+    return nn.functional.smooth_l1_loss(cubes[0], cubes[1])
+
+
+def rows() -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tokens, vocabulary = 512, 4096
+    hidden, weight = draw(tokens, 128).requires_grad_(), draw(vocabulary, 128).requires_grad_()
+    fixed, other = draw(tokens, 192), draw(vocabulary, 192)
+    heads = losses.Head(weight), losses.Head(other)
+    states, vectors = draw(2, 64, 128, 128), draw(2, 256, 32)
+    pairs: list[tuple[str, str, Callable[[], Tensor], Callable[[], Tensor], float]] = [
+        (
+            f"{tokens} tokens, vocabulary {vocabulary}",
+            "KL of hidden states in chunks / of the logits",
+            lambda: LF.linear_kl(hidden, fixed, *heads, chunk_size=32),
+            lambda: LF.kl_divergence(hidden @ weight.T, fixed @ other.T),
+            0.1,
+        ),
+        (
+            "64 × 128 tokens, 8 relation heads",
+            "MiniLM's relations in blocks / at once",
+            lambda: LF.minilm_relation(states[0].requires_grad_(), states[1], heads=8),
+            lambda: dense_relation(states[0].requires_grad_(), states[1], 8),
+            0.5,
+        ),
+        (
+            "a batch of 256",
+            "RKD's angles in blocks / at once",
+            lambda: LF.rkd_angle(vectors[0].requires_grad_(), vectors[1]),
+            lambda: dense_angles(vectors[0].requires_grad_(), vectors[1]),
+            0.5,
+        ),
+    ]
+    for setting, compared, ours, dense, limit in pairs:
+        steps = [lambda f=f: torch.autograd.backward(f()) for f in (ours, dense)]
+        ratio = peak(steps[0]) / peak(steps[1])
+        yield Row(setting, f"{compared}: bytes", ratio, ratio, ratio, limit)
+        if setting != "a batch of 256":  # whose cubes take seconds
+            yield compare(setting, f"{compared}: time", *steps, repeats=3, seconds=0.5)
 
 
 def seconds(step: Callable[[], Tensor], repeats: int = 7) -> float:
