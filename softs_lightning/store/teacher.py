@@ -21,6 +21,7 @@ from softs_lightning.names import nearest
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import resolve_spec
 from softs_lightning.store.alone import prove_independent, single
+from softs_lightning.store.buffers import Buffers
 from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
 from softs_lightning.store.errors import MissingSampleError
@@ -139,6 +140,7 @@ class StoredTeacher(Teacher):
         self._columns: dict[tuple[str, str | None], Column] = {}
         self._given: tuple[Any, Call] | None = None
         self._kept: Tensor | None = None
+        self._buffers = Buffers()
         self._proven: set[str] = set()
         self._resolved: dict[ProductSpec, ProductSpec] = {}
 
@@ -198,6 +200,7 @@ class StoredTeacher(Teacher):
         finally:
             self.store = self._fingerprint = self._device = self._given = self._kept = None
             self._columns, self._proven, self._resolved, self._encoded = {}, set(), {}, {}
+            self._buffers.clear()
             super().release()
 
     def commit(self) -> int:
@@ -383,7 +386,7 @@ class StoredTeacher(Teacher):
             self._kept = torch.zeros(samples.mask.shape, dtype=torch.bool)
             for own, place in zip(self._kept, where, strict=True):
                 own[place] = True
-        return put_together(column, rows, samples, where, self.fill)
+        return put_together(column, rows, samples, where, self.fill, self._buffers)
 
     def kept(self, batch: Any = None) -> Tensor:
         """Which tokens of the batch supplied last have products, [samples, tokens]: for ``Pair(mask=teacher.kept)``.
