@@ -137,4 +137,6 @@ def put_together(
     tokens = 0 if samples.mask is None else samples.mask.shape[1]
     dtype: torch.dtype = getattr(torch, column.facts["dtype"])
     empty = partial(buffers.empty, column.key.name)
-    return restore(values, [row.shape for row in rows], where, tokens, column.facts["dims"], dtype, fill, empty)
+    return restore(
+        values, [row.shape for row in rows], where, tokens, column.facts["dims"], dtype, fill, empty
+    )
