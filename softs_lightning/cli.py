@@ -29,7 +29,7 @@ usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if 
                                   a copy to change; run it with --config-dir FOLDER recipe=...
        softs-distill precompute [recipe=NAME] store=PATH [key=value ...]
                                   run the recipe's teacher over its training data once, into a store
-       softs-distill store ls|verify|export|gc PATH
+       softs-distill store ls|verify|export|compact|gc PATH
                                   look after a store; more: softs-distill store --help
 
 options (they are Hydra's):

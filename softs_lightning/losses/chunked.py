@@ -29,7 +29,7 @@ from softs_lightning.losses.linear import _ACCELERATOR_LOGITS, _CPU_LOGITS, _kl_
 __all__ = ["ChunkedKL", "chunked_kl"]
 
 # A chunk and the handful of buffers that go with it are to stay in the cache of one core.
-_SHARE = 4
+_SHARE = 8
 
 
 class _ChunkedSum(torch.autograd.Function):

@@ -101,7 +101,7 @@ class Column:
         self.added_nbytes = 0
         self.waiting_since = 0.0
         self._looked = -math.inf
-        self._known: set[str] = set()
+        self._known: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._described = False
 
@@ -129,16 +129,24 @@ class Column:
             SampleChangedError: when two shards hold unlike samples under one id.
         """
         self._looked = time.monotonic()
+        while not self._look():
+            pass  # a shard went, merged into one that this listing may not have
+
+    def _look(self) -> bool:
+        """Take up what a listing of the folder has that is new; whether all of it was still there."""
+        complete = True
         for name in self.folder.names():
             if not name.endswith(SHARD) or name in self._known:
                 continue
             try:
                 shard = Shard(self.folder.map(name), f"{self.folder}/{name}")
             except FileNotFoundError:
-                continue  # removed in this moment
+                complete = False
+                continue
             self._agree(shard.facts, shard.where)
             self._take_up(shard)
-            self._known.add(name)
+            self._known[name] = shard.nbytes
+        return complete
 
     def _take_up(self, shard: Shard) -> None:
         number = len(self.shards) << 32
@@ -235,7 +243,7 @@ class Column:
     @property
     def nbytes(self) -> int:
         """Bytes on disk, indices and headers included."""
-        return sum(self.folder.size(name) for name in self._known)
+        return sum(self._known.values())
 
     @property
     def values_nbytes(self) -> int:

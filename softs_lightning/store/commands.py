@@ -19,6 +19,8 @@ usage: softs-distill precompute [recipe=NAME] store=PATH [encoding=fp16] [ids=co
                                   read everything and compare checksums; --repair sets damaged shards aside
        softs-distill store export PATH OUT.tar [PRODUCT ...]
                                   plain NumPy arrays in a tar (WebDataset layout)
+       softs-distill store compact PATH [--dry-run]
+                                  merge small shards; runs may read and write meanwhile
        softs-distill store gc PATH [--dry-run] [recipe=NAME ... | PRODUCT ...]
                                   remove leftovers and, if recipes or products are named, all other products
 """
@@ -53,6 +55,7 @@ def run(
         "ls": (_ls, []),
         "verify": (_verify, ["--repair"]),
         "export": (_export, []),
+        "compact": (_compact, ["--dry-run"]),
         "gc": (_gc, ["--dry-run"]),
     }
     if name not in known:
@@ -98,6 +101,15 @@ def _export(words: Sequence[str], flag: bool) -> int:
     if len(words) < 2:
         raise ValueError("'store export' needs a PATH and the tar to write. See softs-distill store --help")
     print(f"{export(words[0], words[1], words[2:]):,} samples in {words[1]}")
+    return 0
+
+
+def _compact(words: Sequence[str], dry_run: bool) -> int:
+    from softs_lightning.store.compacting import compact
+
+    _exactly(words, 1, "compact")
+    done = compact(words[0], dry_run=dry_run)
+    print("\n".join(map(str, done)) or "there is nothing to merge")
     return 0
 
 

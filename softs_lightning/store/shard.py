@@ -178,6 +178,7 @@ class Shard:
         self._offsets = {name: self._tensors[f"{name}.offsets"].tolist() for name in self.names}
         self._digests = self._tensors["digests"].numpy().tobytes()
         self._checked = bytearray(len(self.ids))
+        self.nbytes = len(buffer)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -26,6 +26,7 @@ from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
 from softs_lightning.store.errors import MissingSampleError
 from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
+from softs_lightning.store.following import follow
 from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.restored import Absent, Restored, modules_of, skeleton
 from softs_lightning.store.rows import keep, look_up, places, put_together
@@ -141,6 +142,7 @@ class StoredTeacher(Teacher):
         self._given: tuple[Any, Call] | None = None
         self._kept: Tensor | None = None
         self._buffers = Buffers()
+        self._unfollow: Callable[[], None] = _nothing
         self._proven: set[str] = set()
         self._resolved: dict[ProductSpec, ProductSpec] = {}
 
@@ -175,6 +177,8 @@ class StoredTeacher(Teacher):
         super().place(device, convert, student=student)
         self._device = None if device is None else torch.device(device)
         try:
+            if student is not None and self.ids != "content":
+                self._unfollow = follow(student)
             self.store = ProductStore(self.path, mode=self.mode, cache=self.cache)
             for product, kept in self.encodings.items():
                 names = canonical(self._resolve(ProductSpec.parse(product))) if product else [""]
@@ -195,6 +199,8 @@ class StoredTeacher(Teacher):
             raise
 
     def release(self) -> None:
+        self._unfollow()
+        self._unfollow = _nothing
         try:
             self.commit()
         finally:
@@ -424,6 +430,10 @@ class _Live(Teacher):
 
     def __init__(self, outer: StoredTeacher) -> None:
         self.__dict__ = outer.__dict__
+
+
+def _nothing() -> None:
+    """Nothing is followed."""
 
 
 def _encodings(choice: Encodings) -> dict[str, Encoding]:
