@@ -204,6 +204,7 @@ class Column:
                 raise SampleChangedError(_two_samples(row.id, str(self.folder), "this batch"))
             return
         if not self.waiting:
+            self.describe()  # not only when it is written: another teacher in this store is refused from now on
             self.waiting_since = time.monotonic()
         self.waiting[row.id] = row
         self.waiting_nbytes += row.nbytes
@@ -223,7 +224,7 @@ class Column:
         self.refresh()
         rows = [row for id, row in self.waiting.items() if id not in self._places]
         if rows:
-            self._describe()
+            self.describe()
             assert self.facts is not None
             name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{SHARD}"
             self.folder.write(name, pack(rows, self.facts))
@@ -231,7 +232,8 @@ class Column:
         self.refresh()
         return len(rows)
 
-    def _describe(self) -> None:
+    def describe(self) -> None:
+        """Say on disk what this column is, if that is not said yet."""
         if not self._described and not self.folder.has(DESCRIPTION):
             # Two processes may both come here; what they write is the same.
             text = json.dumps({**json.loads(self.key.json()), "modules": self.modules}, sort_keys=True)
