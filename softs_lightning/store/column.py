@@ -218,10 +218,13 @@ class Column:
 
         Raises:
             StoreFullError, StoreReadOnlyError: nothing is lost: what waited still waits.
+            SampleChangedError: when another process has committed an unlike sample under an id that waits here. All
+                others are written.
         """
         if not self.waiting:
             return 0
         self.refresh()
+        unlike = [id for id, row in self.waiting.items() if id in self._places and self._unlike(row)]
         rows = [row for id, row in self.waiting.items() if id not in self._places]
         if rows:
             self.describe()
@@ -230,7 +233,13 @@ class Column:
             self.folder.write(name, pack(rows, self.facts))
         self.waiting, self.waiting_nbytes = {}, 0
         self.refresh()
+        if unlike:
+            where = self.shards[self._places[unlike[0]] >> 32].where
+            raise SampleChangedError(_two_samples(unlike[0], where, "this process"))
         return len(rows)
+
+    def _unlike(self, row: Row) -> bool:
+        return self._digest(self._places[row.id]) != row.digest
 
     def describe(self) -> None:
         """Say on disk what this column is, if that is not said yet."""

@@ -110,7 +110,7 @@ def pack(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             error[name] = max(value, error.get(name, value))
     metadata = {
         "softs_products": str(FORMAT),
-        "ids": json.dumps([row.id for row in rows], ensure_ascii=False),
+        "ids": json.dumps([row.id for row in rows]),  # in ASCII, which any text can be written in
         "parts": json.dumps(names),
         "facts": json.dumps(dict(facts), sort_keys=True),
         "error": json.dumps(error, sort_keys=True),
