@@ -86,15 +86,15 @@ class _Filling(L.LightningModule):
         self.stored.place(self.trainer.strategy.root_device, self.trainer.precision_plugin.convert_module)
         self.stored.check(self.spec)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> None:
+    def predict_step(self, batch: Any, batch_idx: int) -> int:
         began, before = time.monotonic(), self.stored.computed
         self.stored.supply(batch, self.spec)
         if self.stored.computed and not before:
             (batches,) = self.trainer.num_predict_batches
             seconds = time.monotonic() - began
             text = forecast(self.stored, int(batches) - batch_idx - 1, seconds, ranks=self.trainer.world_size)
-            if self.trainer.is_global_zero:
-                self.print(text)
+            self.print(text)  # in the first process
+        return self.stored.seen  # nothing at all would be taken for a mistake
 
     def on_predict_end(self) -> None:
         self.stored.commit()

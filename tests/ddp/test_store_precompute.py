@@ -93,3 +93,47 @@ def test_a_process_that_is_killed_leaves_a_store_that_is_gone_on_with(tmp_path: 
     said = finish(start(tmp_path / "store", 0.0))
     assert sum(ran(said).values()) == COUNT - before
     assert_complete(tmp_path / "store")
+
+
+SHORT = [
+    "data.passes=1",
+    "teacher.data.passes=1",
+    "+teacher.trainer.logger=false",
+    "+teacher.trainer.enable_checkpointing=false",
+    "trainer.enable_progress_bar=false",
+]
+
+
+def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "softs_lightning", "precompute", f"store={folder}/store", *words],
+        env={**ENVIRONMENT, "SOFTS_LIGHTNING_CACHE": str(folder / "cache")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_shares_a_recipes_data_out(tmp_path: Path) -> None:
+    two = ["trainer.devices=2", "trainer.strategy=ddp"]
+    done = command(tmp_path, *SHORT, *two)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1,000 samples, 1,000 of them computed") == 1
+    (column,) = ProductStore(tmp_path / "store").columns()
+    assert sorted(map(len, column.shards)) == [500, 500]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", "store"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    again = command(tmp_path, *SHORT, *two, launcher=launcher)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("1,000 samples, 0 of them computed") == 1
+    refused = command(tmp_path, *SHORT, launcher=launcher)
+    assert "started in 2 processes, of which each would compute everything" in refused.stdout + refused.stderr
+
+
+def test_a_recipe_in_half_precision_keeps_what_it_will_ask_for(tmp_path: Path) -> None:
+    done = command(tmp_path, *SHORT, "trainer.precision=bf16-mixed")
+    assert done.returncode == 0, done.stderr
+    (column,) = ProductStore(tmp_path / "store").columns()
+    assert (column.key.autocast, len(column)) == ("bfloat16", 1000)
