@@ -29,7 +29,7 @@ usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if 
                                   a copy to change; run it with --config-dir FOLDER recipe=...
        softs-distill precompute [recipe=NAME] store=PATH [key=value ...]
                                   run the recipe's teacher over its training data once, into a store
-       softs-distill store ls|verify|export|gc PATH
+       softs-distill store ls|verify|export|compact|gc PATH
                                   look after a store; more: softs-distill store --help
 
 options (they are Hydra's):
@@ -192,6 +192,8 @@ def _precompute(arguments: list[str]) -> int:
         from softs_lightning.explain import build_callbacks
         from softs_lightning.store import StoreError
 
+        # Lightning starts other processes by the command line as it finds it.
+        sys.argv[1:] = ["precompute", *arguments]
         for callback in build_callbacks(recipe):
             if isinstance(callback, DistillationCallback):
                 try:
@@ -199,6 +201,7 @@ def _precompute(arguments: list[str]) -> int:
                         teacher=callback.teacher,
                         pairs=callback.pairs,
                         data=build(recipe.data, "data"),
+                        trainer=_sharing_trainer(recipe, callback.teacher),
                         **options,
                     )
                 except StoreError as error:
@@ -206,6 +209,33 @@ def _precompute(arguments: list[str]) -> int:
 
     compose([*rest, *WRITE_NOTHING], fill)
     return 0
+
+
+def _sharing_trainer(recipe: Any, teacher: Any) -> Any:
+    """The recipe's trainer where it runs in several processes or not in float32, else None."""
+    from softs_lightning.config import build
+    from softs_lightning.trained import TrainedTeacher
+
+    trainer = build(
+        recipe.trainer,
+        "trainer",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        inference_mode=False,
+    )
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > trainer.world_size:
+        raise Refusal(
+            f"This was started in {started} processes, of which each would compute everything. Add trainer.strategy=ddp "
+            f"trainer.devices={started}, or start it once."
+        )
+    if trainer.world_size == 1 and trainer.precision == "32-true":
+        return None
+    if not _is_worker() and isinstance(teacher.source, TrainedTeacher):
+        teacher.source()  # trained and kept before there are others, who find it
+    return trainer
 
 
 def _store(arguments: list[str]) -> int:

@@ -55,6 +55,8 @@ CATALOGUE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "kl": (lambda: losses.KLDivergence(2.0), {}),
     "kl reverse": (lambda: losses.KLDivergence(direction="reverse"), {}),
     "kl symmetric": (lambda: losses.KLDivergence(direction="symmetric"), {}),
+    "chunked kl": (lambda: losses.ChunkedKL(2.0, chunk_size=2), {}),
+    "chunked kl reverse": (lambda: losses.ChunkedKL(direction="reverse"), {}),
     "jsd": (lambda: losses.GeneralizedJSD(0.3), {}),
     "jsd normalized": (lambda: losses.GeneralizedJSD(1e-4, normalized=True), {}),
     "jsd end": (lambda: losses.GeneralizedJSD(1.0, normalized=True), {}),

@@ -314,7 +314,7 @@ def test_export_from_the_command_line(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["lst", "x"], "no 'store lst', only ls, verify, export, gc"),
+        (["lst", "x"], "no 'store lst', only ls, verify, export, compact, gc"),
         (["ls"], "needs a PATH"),
         (["ls", "a", "b"], "takes one PATH, got 'a b'"),
         (["ls", "a", "--repair"], "has no --repair"),

@@ -7,6 +7,7 @@ autocast; float64 stays float64.
 from __future__ import annotations
 
 from softs_lightning.losses.arithmetic import DistillationLoss
+from softs_lightning.losses.chunked import ChunkedKL
 from softs_lightning.losses.conformance import LossCheckError, LossReport, check_loss
 from softs_lightning.losses.divergences import GeneralizedJSD, KLDivergence, SkewedKL, TotalVariation
 from softs_lightning.losses.features import MSE, CosineDistance, SmoothL1
@@ -41,6 +42,7 @@ __all__ = [
     "AttentionMSE",
     "AttentionTransfer",
     "ChannelWise",
+    "ChunkedKL",
     "CorrelationCongruence",
     "CosineDistance",
     "DistillationLoss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from softs_lightning.losses.chunked import chunked_kl
 from softs_lightning.losses.divergences import generalized_jsd, kl_divergence, skewed_kl, total_variation
 from softs_lightning.losses.features import cosine_distance, mse, smooth_l1
 from softs_lightning.losses.linear import linear_ce_kl, linear_jsd, linear_kl
@@ -33,6 +34,7 @@ __all__ = [
     "attention_transfer",
     "ce_kl",
     "channel_wise",
+    "chunked_kl",
     "cka",
     "correlation_congruence",
     "cosine_distance",

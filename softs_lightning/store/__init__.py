@@ -3,8 +3,10 @@
 In the order of reading: :mod:`.folder` a place for files, :mod:`.encoding` and :mod:`.topk` how values
 are kept, :mod:`.shard` a file of samples, :mod:`.column` all samples of one product,
 :mod:`.store` all columns; :mod:`.fingerprint`, :mod:`.samples` and :mod:`.numbered` who is who;
-:mod:`.tokens` padding; :mod:`.alone` batches whose samples look at each other; :mod:`.rows` from a batch to rows and back; :mod:`.teacher` the teacher that looks
-things up; :mod:`.prefetch`, :mod:`.build`, :mod:`.upkeep` and :mod:`.commands` what a user does with a store.
+:mod:`.following` ids on their way to the training step; :mod:`.tokens` padding; :mod:`.alone` batches whose samples
+look at each other; :mod:`.buffers` memory for batches; :mod:`.rows` from a batch to rows and back; :mod:`.teacher` the
+teacher that looks things up; :mod:`.prefetch`, :mod:`.build`, :mod:`.ranks`, :mod:`.upkeep`, :mod:`.compacting` and
+:mod:`.commands` what a user does with a store.
 
 Names are loaded when they are first used.
 """

@@ -19,7 +19,7 @@ from softs_lightning.store.teacher import StoredTeacher
 from softs_lightning.teacher import Teacher
 from softs_lightning.transfer import transfer_to_device
 
-__all__ = ["Built", "build", "readable_size"]
+__all__ = ["Built", "build", "forecast", "readable_size", "stored_for"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class Built:
     seconds: float
     nbytes: int
     errors: dict[str, dict[str, float]]
+
+    @classmethod
+    def of(cls, stored: StoredTeacher, *, seen: int, computed: int, seconds: float) -> Built:
+        """The account of what a teacher's columns hold."""
+        columns = stored.columns()
+        errors = {name: column.error for name, column in columns.items()}
+        return cls(seen, computed, seconds, sum(column.nbytes for column in columns.values()), errors)
 
     def __str__(self) -> str:
         lost = "; ".join(
@@ -87,14 +94,7 @@ def build(
     >>> built.samples, built.computed, built.errors["outputs[.]"]["max_abs"] < 1e-2
     (10, 10, True)
     """
-    asked = [products] if isinstance(products, (str, ProductSpec)) else list(products)
-    spec = ProductSpec.union(ProductSpec.parse(product) for product in asked)
-    if not spec:
-        raise ValueError("no product is named, so there is nothing to keep: write 'outputs[name]'")
-    make: Callable[..., StoredTeacher] = (
-        StoredTeacher.around if isinstance(teacher, Teacher) else StoredTeacher
-    )
-    stored = make(teacher, path, **options)
+    stored, spec = stored_for(path, teacher, products, **options)
     stored.inspect(getattr(batches, "dataset", None))
     started = time.monotonic()
     stored.place(device)
@@ -107,17 +107,35 @@ def build(
             stored.supply(_moved(batch, device), spec)
             if stored.computed and not announced:
                 announced = True
-                _announce(stored, bar, number, time.monotonic() - began)
+                if bar.total is not None:
+                    text = forecast(stored, bar.total - number, time.monotonic() - began)
+                    if not bar.disable:
+                        bar.write(text)
             bar.set_postfix(computed=stored.computed, refresh=False)
         stored.commit()
         if not stored.seen:
             raise ValueError("there was no batch to compute anything from")
-        columns = stored.columns()
-        errors = {name: column.error for name, column in columns.items()}
-        nbytes = sum(column.nbytes for column in columns.values())
-        return Built(stored.seen, stored.computed, time.monotonic() - started, nbytes, errors)
+        seconds = time.monotonic() - started
+        return Built.of(stored, seen=stored.seen, computed=stored.computed, seconds=seconds)
     finally:
         stored.release()
+
+
+def stored_for(
+    path: str | os.PathLike[str],
+    teacher: Teacher | nn.Module | Callable[[], nn.Module],
+    products: str | ProductSpec | Sequence[str | ProductSpec],
+    **options: Any,
+) -> tuple[StoredTeacher, ProductSpec]:
+    """A stored teacher and the union of what is to be kept of it. Raises ``ValueError`` for no products."""
+    asked = [products] if isinstance(products, (str, ProductSpec)) else list(products)
+    spec = ProductSpec.union(ProductSpec.parse(product) for product in asked)
+    if not spec:
+        raise ValueError("no product is named, so there is nothing to keep: write 'outputs[name]'")
+    make: Callable[..., StoredTeacher] = (
+        StoredTeacher.around if isinstance(teacher, Teacher) else StoredTeacher
+    )
+    return make(teacher, path, **options), spec
 
 
 def _moved(batch: Any, device: torch.device | str | None) -> Any:
@@ -126,12 +144,19 @@ def _moved(batch: Any, device: torch.device | str | None) -> Any:
     return transfer_to_device(batch, device)
 
 
-def _announce(stored: StoredTeacher, bar: Any, number: int, seconds: float) -> None:
-    """Say what is to come, from the batch just computed; refuse what will not fit."""
-    if bar.total is None:
-        return
-    left = bar.total - number
-    nbytes = sum(column.added_nbytes for column in stored.columns().values()) * left
+def forecast(stored: StoredTeacher, left: int, seconds: float, *, ranks: int = 1) -> str:
+    """What is still to come, from the batch just computed, the first.
+
+    Args:
+        stored: the teacher that computed it.
+        left: batches to come, in this process.
+        seconds: that the batch took.
+        ranks: processes that do the same.
+
+    Raises:
+        StoreFullError: when it will not fit on the disk.
+    """
+    nbytes = sum(column.added_nbytes for column in stored.columns().values()) * left * ranks
     assert stored.store is not None
     free = stored.store.folder.free()
     text = f"{left:,} batches to come: about {readable_size(nbytes)} and {seconds * left / 60:.1f} minutes"
@@ -140,8 +165,7 @@ def _announce(stored: StoredTeacher, bar: Any, number: int, seconds: float) -> N
             errno.ENOSPC,
             f"{text}, and {stored.store.folder} has {readable_size(free)} free: choose a smaller encoding= or another disk",
         )
-    if not bar.disable:
-        bar.write(text + ("" if free is None else f"; {readable_size(free)} free"))
+    return text + ("" if free is None else f"; {readable_size(free)} free")
 
 
 def readable_size(nbytes: float) -> str:

@@ -101,7 +101,7 @@ class Column:
         self.added_nbytes = 0
         self.waiting_since = 0.0
         self._looked = -math.inf
-        self._known: set[str] = set()
+        self._known: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._described = False
 
@@ -129,16 +129,24 @@ class Column:
             SampleChangedError: when two shards hold unlike samples under one id.
         """
         self._looked = time.monotonic()
+        while not self._look():
+            pass  # a shard went, merged into one that this listing may not have
+
+    def _look(self) -> bool:
+        """Take up what a listing of the folder has that is new; whether all of it was still there."""
+        complete = True
         for name in self.folder.names():
             if not name.endswith(SHARD) or name in self._known:
                 continue
             try:
                 shard = Shard(self.folder.map(name), f"{self.folder}/{name}")
             except FileNotFoundError:
-                continue  # removed in this moment
+                complete = False
+                continue
             self._agree(shard.facts, shard.where)
             self._take_up(shard)
-            self._known.add(name)
+            self._known[name] = shard.nbytes
+        return complete
 
     def _take_up(self, shard: Shard) -> None:
         number = len(self.shards) << 32
@@ -196,6 +204,7 @@ class Column:
                 raise SampleChangedError(_two_samples(row.id, str(self.folder), "this batch"))
             return
         if not self.waiting:
+            self.describe()  # not only when it is written: another teacher in this store is refused from now on
             self.waiting_since = time.monotonic()
         self.waiting[row.id] = row
         self.waiting_nbytes += row.nbytes
@@ -209,21 +218,31 @@ class Column:
 
         Raises:
             StoreFullError, StoreReadOnlyError: nothing is lost: what waited still waits.
+            SampleChangedError: when another process has committed an unlike sample under an id that waits here. All
+                others are written.
         """
         if not self.waiting:
             return 0
         self.refresh()
+        unlike = [id for id, row in self.waiting.items() if id in self._places and self._unlike(row)]
         rows = [row for id, row in self.waiting.items() if id not in self._places]
         if rows:
-            self._describe()
+            self.describe()
             assert self.facts is not None
             name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{SHARD}"
             self.folder.write(name, pack(rows, self.facts))
         self.waiting, self.waiting_nbytes = {}, 0
         self.refresh()
+        if unlike:
+            where = self.shards[self._places[unlike[0]] >> 32].where
+            raise SampleChangedError(_two_samples(unlike[0], where, "this process"))
         return len(rows)
 
-    def _describe(self) -> None:
+    def _unlike(self, row: Row) -> bool:
+        return self._digest(self._places[row.id]) != row.digest
+
+    def describe(self) -> None:
+        """Say on disk what this column is, if that is not said yet."""
         if not self._described and not self.folder.has(DESCRIPTION):
             # Two processes may both come here; what they write is the same.
             text = json.dumps({**json.loads(self.key.json()), "modules": self.modules}, sort_keys=True)
@@ -235,7 +254,7 @@ class Column:
     @property
     def nbytes(self) -> int:
         """Bytes on disk, indices and headers included."""
-        return sum(self.folder.size(name) for name in self._known)
+        return sum(self._known.values())
 
     @property
     def values_nbytes(self) -> int:

@@ -12,12 +12,15 @@ __all__ = ["HELP", "options_of", "precompute", "run"]
 
 HELP = """\
 usage: softs-distill precompute [recipe=NAME] store=PATH [encoding=fp16] [ids=content] [device=cuda] [key=value ...]
-                                  run a recipe's teacher over its training data once; start again to go on
+                                  run a recipe's teacher over its training data once; start again to go on.
+                                  trainer.devices=2 trainer.strategy=ddp (or torchrun) shares it out
        softs-distill store ls PATH              what is in a store: products, encodings, samples, size, error
        softs-distill store verify PATH [--repair]
                                   read everything and compare checksums; --repair sets damaged shards aside
        softs-distill store export PATH OUT.tar [PRODUCT ...]
                                   plain NumPy arrays in a tar (WebDataset layout)
+       softs-distill store compact PATH [--dry-run]
+                                  merge small shards; runs may read and write meanwhile
        softs-distill store gc PATH [--dry-run] [recipe=NAME ... | PRODUCT ...]
                                   remove leftovers and, if recipes or products are named, all other products
 """
@@ -52,6 +55,7 @@ def run(
         "ls": (_ls, []),
         "verify": (_verify, ["--repair"]),
         "export": (_export, []),
+        "compact": (_compact, ["--dry-run"]),
         "gc": (_gc, ["--dry-run"]),
     }
     if name not in known:
@@ -100,6 +104,15 @@ def _export(words: Sequence[str], flag: bool) -> int:
     return 0
 
 
+def _compact(words: Sequence[str], dry_run: bool) -> int:
+    from softs_lightning.store.compacting import compact
+
+    _exactly(words, 1, "compact")
+    done = compact(words[0], dry_run=dry_run)
+    print("\n".join(map(str, done)) or "there is nothing to merge")
+    return 0
+
+
 def _gc(words: Sequence[str], dry_run: bool) -> int:
     from softs_lightning.store.upkeep import clear
 
@@ -141,7 +154,14 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def precompute(
-    path: str, teacher: Any, pairs: Iterable[Any], data: Any, *, device: Any = None, **options: Any
+    path: str,
+    teacher: Any,
+    pairs: Iterable[Any],
+    data: Any,
+    *,
+    device: Any = None,
+    trainer: Any = None,
+    **options: Any,
 ) -> Built:
     """Fill a store with what the pairs of a recipe need of its teacher, for its training data.
 
@@ -150,15 +170,21 @@ def precompute(
         teacher: a module, a function that returns one, or a :class:`~softs_lightning.teacher.Teacher`.
         pairs: those of the recipe.
         data: a ``LightningDataModule``, or the training ``DataLoader`` itself.
-        device: where the teacher runs.
+        device: where the teacher runs, without a `trainer`.
+        trainer: says in how many processes, where and in which precision the teacher runs, see
+            :func:`~softs_lightning.store.ranks.build_over_ranks`; without one it is here and as it is.
         options: of :class:`~softs_lightning.store.StoredTeacher`.
 
     Raises:
         TypeError: when the training data is not one loader.
+        ValueError: with both a `device` and a `trainer`.
     """
     from torch.utils.data import DataLoader
 
-    from softs_lightning.store.build import build
+    from softs_lightning.store.build import build, stored_for
+
+    if trainer is not None and device is not None:
+        raise ValueError("device= is for one process: several run where trainer.accelerator says")
 
     loader = data
     if hasattr(data, "train_dataloader"):
@@ -169,6 +195,15 @@ def precompute(
         raise TypeError(
             f"the training data is {type(loader).__name__}, not one DataLoader: give ProductStore.build what to iterate over"
         )
-    built = build(path, teacher, [pair.teacher for pair in pairs], loader, device=device, **options)
-    print(f"{path}: {built}")
+    products = [pair.teacher for pair in pairs]
+    if trainer is None:
+        built = build(path, teacher, products, loader, device=device, **options)
+    else:
+        from softs_lightning.store.ranks import build_over_ranks
+
+        stored, spec = stored_for(path, teacher, products, **options)
+        stored.inspect(loader.dataset)
+        built = build_over_ranks(trainer, stored, spec, loader)
+    if trainer is None or trainer.is_global_zero:
+        print(f"{path}: {built}")
     return built

@@ -7,6 +7,7 @@ which object stores make visible only when it is complete.
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import mmap
@@ -26,6 +27,7 @@ __all__ = ["Folder"]
 
 _LEFTOVER = ".tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {"http", "https"}
 _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -62,7 +64,11 @@ class Folder:
 
     def child(self, name: str) -> Folder:
         """A folder inside this one; it comes into being with its first file."""
-        return Folder(f"{self.shown}/{name}", cache=self.cache)
+        inner = copy.copy(
+            self
+        )  # and not by its address: addresses may be chained, as in zip://::file:///a.zip
+        inner.path, inner.shown = self._at(name), f"{self.shown}/{name}"
+        return inner
 
     def names(self) -> list[str]:
         """The complete files and the folders here, sorted; none if the folder is not there."""
@@ -99,7 +105,7 @@ class Folder:
         return False
 
     def _at(self, name: str) -> str:
-        return f"{self.path}/{name}"
+        return f"{self.path}/{name}" if self.path else name  # the root of an archive has no name
 
     def has(self, name: str) -> bool:
         """Whether a file or folder of this name is here."""
@@ -147,6 +153,10 @@ class Folder:
     def _explained(self, name: str, size: int) -> Iterator[None]:
         try:
             yield
+        except NotImplementedError as error:  # as fsspec says it of what can only be read
+            raise StoreReadOnlyError(
+                errno.EROFS, f"{self} cannot be written to: open the store with mode='read'"
+            ) from error
         except OSError as error:
             if error.errno in _FULL:
                 raise StoreFullError(
@@ -163,9 +173,18 @@ class Folder:
 
     def refuse_read_only(self) -> None:
         """Raise ``StoreReadOnlyError`` if it is known already that nothing can be written here."""
-        if self.fs is None and os.path.isdir(self.path) and not os.access(self.path, os.W_OK | os.X_OK):
+        if self.fs is None:
+            closed = os.path.isdir(self.path) and not os.access(self.path, os.W_OK | os.X_OK)
+            number = errno.EACCES
+        else:
+            names = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+            closed = (
+                bool(names & _READ_ONLY) or getattr(self.fs, "mode", "") == "r"
+            )  # an archive opened to be read
+            number = errno.EROFS
+        if closed:
             with self._explained("", 0):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+                raise OSError(number, os.strerror(number))
 
     def map(self, name: str) -> Any:
         """A file's bytes as a buffer: a memory map, so that only what is touched is read.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,10 +46,11 @@ class _Carrier:
 
     def to(self, *args: Any, **options: Any) -> Any:
         plain = _plain(self)
-        if type(plain) in _BUILTIN:
-            moved = map_tensors(lambda tensor: tensor.to(*args, **options), plain)
-        else:
+        if hasattr(plain, "to"):
             moved = plain.to(*args, **options)
+            moved = plain if moved is None else moved
+        else:
+            moved = map_tensors(lambda tensor: tensor.to(*args, **options), plain)
         return carry(moved, self.sample_ids)
 
     def pin_memory(self) -> Any:
@@ -56,62 +59,76 @@ class _Carrier:
     def __reduce__(self) -> tuple[Any, ...]:
         return carry, (_plain(self), self.sample_ids)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
 
-class _Dict(_Carrier, dict[Any, Any]):
-    pass
-
-
-class _List(_Carrier, list[Any]):
-    pass
+    def __copy__(self) -> Any:
+        return carry(copy.copy(_plain(self)), self.sample_ids)
 
 
-class _Tuple(_Carrier, tuple[Any, ...]):
-    pass
-
-
-_BUILTIN: dict[type, type] = {dict: _Dict, list: _List, tuple: _Tuple}
 _MIXED: dict[type, type] = {}
+"""One class for each class of batches: what is compiled for a batch's type must fit the next batch too."""
 
 
 def _kind(cls: type) -> type:
-    return _MIXED.setdefault(cls, type(f"Numbered{cls.__name__}", (_Carrier, cls), {}))
+    if cls not in _MIXED:
+        _MIXED[cls] = type(f"Numbered{cls.__name__.capitalize()}", (_Carrier, cls), {})
+    return _MIXED[cls]
 
 
 def _plain(batch: Any) -> Any:
     """The batch as the collate function made it."""
-    for kind, own in _BUILTIN.items():
-        if type(batch) is own:
-            return kind(batch)
-    return _like(type(batch).__mro__[2], batch)  # behind the mixed class and _Carrier
+    return _dressed(type(batch).__mro__[2], batch)  # behind the mixed class and _Carrier
 
 
-def _like(cls: Any, batch: Any) -> Any:
-    other: Any = object.__new__(cls)
-    other.__dict__.update({name: value for name, value in batch.__dict__.items() if name != "sample_ids"})
+def _dressed(cls: Any, batch: Any) -> Any:
+    """The same batch as an instance of another class, a base or a descendant of its own."""
+    other: Any
+    if isinstance(batch, tuple):
+        other = tuple.__new__(cls, batch)  # past a named tuple's own __new__, which takes its fields
+    elif isinstance(batch, defaultdict):
+        other = cls(batch.default_factory, batch)
+    elif isinstance(batch, OrderedDict):
+        other = cls.__new__(cls)
+        for key in batch:  # past an own __setitem__: transformers' outputs keep attributes beside their items
+            OrderedDict.__setitem__(other, key, OrderedDict.__getitem__(batch, key))
+    elif isinstance(batch, dict):
+        other = dict.__new__(cls)
+        dict.update(other, batch)
+    elif isinstance(batch, list):
+        other = list.__new__(cls)
+        other.extend(batch)
+    else:
+        other = object.__new__(cls)
+    attributes = {n: value for n, value in getattr(batch, "__dict__", {}).items() if n != "sample_ids"}
+    if attributes:
+        other.__dict__.update(attributes)
     return other
 
 
 def carry(batch: Any, ids: Sequence[str]) -> Any:
-    """The batch with the ids beside it.
+    """The batch with the ids beside it, as an instance of its own class all the same.
 
     Raises:
-        TypeError: for a batch that is neither a dict, a list or a tuple nor an object with attributes and ``.to``.
+        TypeError: for a lone tensor or another value that is no container.
     """
-    if type(batch) in _BUILTIN:
-        batch = _BUILTIN[type(batch)](batch)
-    elif (
-        isinstance(batch, (Tensor, dict, list, tuple))
-        or not hasattr(batch, "__dict__")
-        or not hasattr(batch, "to")
-    ):
-        raise TypeError(
-            f"the collate function gave {describe(batch)}, which cannot carry ids beside it: let it give a dict, a list "
-            "or a tuple, or use ids='content'"
-        )
-    else:
-        batch = _like(_kind(type(batch)), batch)
-    batch.__dict__["sample_ids"] = list(ids)
+    if isinstance(batch, _Carrier):
+        batch = _plain(batch)
+    container = isinstance(batch, (Mapping, list, tuple)) or hasattr(batch, "__dict__")
+    if isinstance(batch, (Tensor, type)) or not container or callable(batch):
+        raise TypeError(_CANNOT.format(describe(batch)))
+    try:
+        batch = _dressed(_kind(type(batch)), batch)
+        batch.__dict__["sample_ids"] = list(ids)
+    except (TypeError, AttributeError):  # a class of its own kind, with slots or none to derive from
+        raise TypeError(_CANNOT.format(describe(batch))) from None
     return batch
+
+
+_CANNOT = (
+    "the collate function gave {}, which cannot carry ids beside it: let it give a dict, a list or a tuple, or use "
+    "ids='content'"
+)
 
 
 class Numbered(Dataset[Any]):
@@ -125,8 +142,8 @@ class Numbered(Dataset[Any]):
             generators are seeded for each sample and put back afterwards). The seed is part of the ids.
 
     Batches are what `collate_fn` makes of the plain items, with an attribute ``sample_ids``; a training step sees
-    no difference. The attribute survives workers, pinning and the move to a device; what builds a new container
-    (a precision plugin that converts inputs) drops it, and then the store says so.
+    no difference. The attribute survives workers, pinning, the move to a device and, in a fit, what builds a new
+    container on the way: a precision plugin that converts inputs, a transfer hook of yours.
 
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> data = Numbered(TensorDataset(torch.arange(4.0)), name="train")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from softs_lightning.product import describe
+from softs_lightning.store.buffers import Buffers
 from softs_lightning.store.column import Column
 from softs_lightning.store.errors import SampleChangedError
 from softs_lightning.store.samples import Samples
@@ -122,11 +124,19 @@ def places(
 
 
 def put_together(
-    column: Column, rows: Sequence[Row], samples: Samples, where: list[Tensor] | None, fill: float
+    column: Column,
+    rows: Sequence[Row],
+    samples: Samples,
+    where: list[Tensor] | None,
+    fill: float,
+    buffers: Buffers,
 ) -> Tensor:
     """The batch of a product from its rows, padded as this batch is, on the CPU."""
     assert column.facts is not None
     values = (column.encoding.decode(row.parts, row.shape) for row in rows)
     tokens = 0 if samples.mask is None else samples.mask.shape[1]
     dtype: torch.dtype = getattr(torch, column.facts["dtype"])
-    return restore(values, [row.shape for row in rows], where, tokens, column.facts["dims"], dtype, fill)
+    empty = partial(buffers.empty, column.key.name)
+    return restore(
+        values, [row.shape for row in rows], where, tokens, column.facts["dims"], dtype, fill, empty
+    )

@@ -136,7 +136,7 @@ def _read(batch: Any, source: Ids, count: int, what: str) -> list[str]:
         if values is None:
             raise KeyError(
                 f"the batch, {describe(batch)}, carries no sample ids: wrap the dataset in Numbered and give the loader "
-                "its collate, or use ids='content'. If it is wrapped, something that moves or converts batches has made "
+                "its collate, or use ids='content'. If it is wrapped, something other than Lightning's own hooks has made "
                 "a new container"
             )
     elif isinstance(source, str):

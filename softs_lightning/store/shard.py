@@ -110,7 +110,7 @@ def pack(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             error[name] = max(value, error.get(name, value))
     metadata = {
         "softs_products": str(FORMAT),
-        "ids": json.dumps([row.id for row in rows], ensure_ascii=False),
+        "ids": json.dumps([row.id for row in rows]),  # in ASCII, which any text can be written in
         "parts": json.dumps(names),
         "facts": json.dumps(dict(facts), sort_keys=True),
         "error": json.dumps(error, sort_keys=True),
@@ -178,6 +178,7 @@ class Shard:
         self._offsets = {name: self._tensors[f"{name}.offsets"].tolist() for name in self.names}
         self._digests = self._tensors["digests"].numpy().tobytes()
         self._checked = bytearray(len(self.ids))
+        self.nbytes = len(buffer)
 
     def __len__(self) -> int:
         return len(self.ids)

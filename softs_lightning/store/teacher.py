@@ -21,10 +21,12 @@ from softs_lightning.names import nearest
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import resolve_spec
 from softs_lightning.store.alone import prove_independent, single
+from softs_lightning.store.buffers import Buffers
 from softs_lightning.store.column import Column, ColumnKey
 from softs_lightning.store.encoding import Encoding, encoding
 from softs_lightning.store.errors import MissingSampleError
 from softs_lightning.store.fingerprint import feed_fingerprint, teacher_fingerprint
+from softs_lightning.store.following import follow
 from softs_lightning.store.numbered import refuse_random
 from softs_lightning.store.restored import Absent, Restored, modules_of, skeleton
 from softs_lightning.store.rows import keep, look_up, places, put_together
@@ -139,6 +141,8 @@ class StoredTeacher(Teacher):
         self._columns: dict[tuple[str, str | None], Column] = {}
         self._given: tuple[Any, Call] | None = None
         self._kept: Tensor | None = None
+        self._buffers = Buffers()
+        self._unfollow: Callable[[], None] = _nothing
         self._proven: set[str] = set()
         self._resolved: dict[ProductSpec, ProductSpec] = {}
 
@@ -173,6 +177,8 @@ class StoredTeacher(Teacher):
         super().place(device, convert, student=student)
         self._device = None if device is None else torch.device(device)
         try:
+            if student is not None and self.ids != "content":
+                self._unfollow = follow(student)
             self.store = ProductStore(self.path, mode=self.mode, cache=self.cache)
             for product, kept in self.encodings.items():
                 names = canonical(self._resolve(ProductSpec.parse(product))) if product else [""]
@@ -193,11 +199,14 @@ class StoredTeacher(Teacher):
             raise
 
     def release(self) -> None:
+        self._unfollow()
+        self._unfollow = _nothing
         try:
             self.commit()
         finally:
             self.store = self._fingerprint = self._device = self._given = self._kept = None
             self._columns, self._proven, self._resolved, self._encoded = {}, set(), {}, {}
+            self._buffers.clear()
             super().release()
 
     def commit(self) -> int:
@@ -383,7 +392,7 @@ class StoredTeacher(Teacher):
             self._kept = torch.zeros(samples.mask.shape, dtype=torch.bool)
             for own, place in zip(self._kept, where, strict=True):
                 own[place] = True
-        return put_together(column, rows, samples, where, self.fill)
+        return put_together(column, rows, samples, where, self.fill, self._buffers)
 
     def kept(self, batch: Any = None) -> Tensor:
         """Which tokens of the batch supplied last have products, [samples, tokens]: for ``Pair(mask=teacher.kept)``.
@@ -421,6 +430,10 @@ class _Live(Teacher):
 
     def __init__(self, outer: StoredTeacher) -> None:
         self.__dict__ = outer.__dict__
+
+
+def _nothing() -> None:
+    """Nothing is followed."""
 
 
 def _encodings(choice: Encodings) -> dict[str, Encoding]:

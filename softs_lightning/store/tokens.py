@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,9 @@ def restore(
     dims: Sequence[int],
     dtype: torch.dtype,
     fill: float,
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(
+        shape, dtype=dtype
+    ),
 ) -> Tensor:
     """A batch from its samples' activations.
 
@@ -93,6 +96,7 @@ def restore(
         dims: the token dimensions of a sample.
         dtype: of the batch.
         fill: what stands where there is no token; integers and booleans get zero.
+        empty: gives the memory of the batch.
 
     Raises:
         ValueError: when activations differ in shape, apart from their numbers of tokens.
@@ -101,26 +105,26 @@ def restore(
     padded = {tuple(tokens if dim in dims else n for dim, n in enumerate(shape)) for shape in shapes}
     if len(padded) > 1:
         raise ValueError(f"these samples' activations differ in shape: {', '.join(map(str, sorted(padded)))}")
-    batch = torch.empty(len(shapes), *padded.pop(), dtype=dtype)
+    batch = empty((len(shapes), *padded.pop()), dtype)
     if places is None:
         for own, value in zip(batch, values, strict=True):
             own.copy_(value)
         return batch
-    empty = fill if dtype.is_floating_point else 0
+    padding = fill if dtype.is_floating_point else 0
     for own, value, place in zip(batch, values, places, strict=True):
-        _put(own, value, place, dims, empty)
+        _put(own, value, place, dims, padding)
     return batch
 
 
-def _put(own: Tensor, value: Tensor, place: Tensor, dims: Sequence[int], empty: float) -> None:
+def _put(own: Tensor, value: Tensor, place: Tensor, dims: Sequence[int], padding: float) -> None:
     count = len(place)
     first, last = (int(place[0]), int(place[-1])) if count else (0, -1)
     together = last - first == count - 1  # then a view takes them
     if together and len(dims) == 1:
-        own.narrow(dims[0], 0, first).fill_(empty)
-        own.narrow(dims[0], last + 1, own.shape[dims[0]] - last - 1).fill_(empty)
+        own.narrow(dims[0], 0, first).fill_(padding)
+        own.narrow(dims[0], last + 1, own.shape[dims[0]] - last - 1).fill_(padding)
     elif count < own.shape[dims[0]]:
-        own.fill_(empty)
+        own.fill_(padding)
     if together:
         for dim in dims:
             own = own.narrow(dim, first, count)

@@ -120,6 +120,8 @@ def _verify_shards(folder: Folder, names: Sequence[str], repair: bool) -> Iterat
             shard = Shard(folder.map(name), where)
             for index in range(len(shard)):
                 shard.parts(index, recheck=True)
+        except FileNotFoundError:
+            continue  # merged in this moment
         except StoreError as error:
             problem = str(error)
         else:

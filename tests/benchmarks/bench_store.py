@@ -7,7 +7,9 @@ lies in the system's cache. MiniLM itself has no such head, so the errors of log
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM
 
+from softs_lightning.losses import ChunkedKL, KLDivergence
 from softs_lightning.product import ProductSpec
 from softs_lightning.store import ProductStore, StoredTeacher
 from softs_lightning.store.encoding import encoding
@@ -59,9 +62,9 @@ class Steps:
     """One training step after another, from the batches in turn."""
 
     def __init__(
-        self, data: list[dict[str, Tensor]], teacher: Teacher | None, *, losses: bool = True
+        self, data: list[dict[str, Tensor]], teacher: Teacher | None, *, kl: nn.Module | None = None
     ) -> None:
-        self.student, self.data, self.teacher, self.losses = model(2), data, teacher, losses
+        self.student, self.data, self.teacher, self.kl = model(2), data, teacher, kl
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=1e-4)
         self.number = 0
 
@@ -72,15 +75,10 @@ class Steps:
         out = self.student(**batch, output_hidden_states=True)
         keep = batch["attention_mask"].bool()
         loss = F.cross_entropy(out.logits[keep], batch["input_ids"][keep])
-        if said and self.losses:
+        if said and self.kl is not None:
             for ours, theirs in zip(out.hidden_states[1:], said, strict=False):
                 loss = loss + F.mse_loss(ours[keep], theirs[keep])
-            loss = loss + F.kl_div(
-                out.logits[keep].log_softmax(-1),
-                said[2][keep].log_softmax(-1),
-                log_target=True,
-                reduction="batchmean",
-            )
+            loss = loss + self.kl(out.logits, said[2], mask=batch["attention_mask"])
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -102,16 +100,40 @@ def rows() -> Iterator[Row]:
             ProductStore.build(path, model(6).eval(), SPEC, data, encoding=kept, progress=False)
             stored = placed(StoredTeacher(None, path))
             setting = f"hidden states of two layers and logits, {name}"
-            alone, read = Steps(data, None), Steps(data, stored, losses=False)
+            alone, read = Steps(data, None), Steps(data, stored)
             options: dict[str, Any] = {"repeats": 3, "seconds": 1.0}
+            yield share(setting, stored, alone)
             yield compare(setting, "reading and the student / the student", read, alone, limit=1.1, **options)
-            if kept is not None:
-                distilled, live = Steps(data, stored), Steps(data, placed(Teacher(model(6))))
-                yield compare(setting, "distilled from the store / the student", distilled, alone, **options)
-                yield compare(
-                    setting, "distilled from the store / by the live teacher", distilled, live, **options
-                )
+            if kept is None:
+                continue
+            distilled = Steps(data, stored, kl=ChunkedKL())
+            for teacher, what, limit in [
+                (None, "distilled from the store / the student", 1.1),
+                (placed(Teacher(model(6))), "distilled from the store / by the live teacher", None),
+            ]:
+                other = alone if teacher is None else Steps(data, teacher, kl=ChunkedKL())
+                yield compare(setting, what, distilled, other, limit=limit, **options)
+            whole = Steps(data, stored, kl=KLDivergence())
+            yield compare(setting, "the same with KLDivergence / the student", whole, alone, **options)
         yield from sizes(data)
+
+
+def share(setting: str, stored: StoredTeacher, alone: Steps) -> Row:
+    """What the store itself does in a step, over the student's step: ids, digests, reading, decoding, padding."""
+    steps, reads = [], []
+    for number in range(40):
+        start = time.process_time()
+        if number % 4 == 0:
+            alone()
+            steps.append(time.process_time() - start)
+            continue
+        stored.supply(alone.data[number % len(alone.data)], SPEC).select()
+        reads.append(time.process_time() - start)
+    step = statistics.median(steps)
+    ratios = sorted(read / step for read in reads)
+    return Row(
+        setting, "the store's part / the student's step", statistics.median(ratios), ratios[0], ratios[-1]
+    )
 
 
 def sizes(data: list[dict[str, Tensor]]) -> Iterator[Row]:

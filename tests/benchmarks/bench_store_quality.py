@@ -1,39 +1,62 @@
-"""What each encoding of the product store costs in quality: the digits recipe over five seeds.
+"""What each encoding of the product store costs in quality: two recipes, each judged by its own judge.
 
-Students learn from the teacher's early scores of 10 classes at temperature 4; the judge is the recipe's own, on
-images that nobody trained on. A ratio is a student's accuracy over that of the same seed with the live teacher.
+In `digits` students learn from the teacher's early scores of 10 classes at temperature 4, and are judged on images
+that nobody trained on. In `sentence-embeddings` they learn from hidden states of two layers, and are judged by how
+alike their similarities of held-out sentences are to the teacher's. A ratio is a student's score over that of the
+same seed with the live teacher. ``python -m tests.benchmarks.bench_store_quality [RECIPE]`` runs this file alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from hydra import compose, initialize_config_module
-from torch import nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import build
 from softs_lightning.store import ProductStore, StoredTeacher
-from tests.benchmarks import Row
-
-SEEDS = range(5)
-ENCODINGS = ["exact", "bf16", "fp16", "int8", "top5-fp16", "top3-fp16", "top1-fp16"]
-SETTING = "digits with 50 labels, scores of 10 classes"
+from softs_lightning.teacher import Teacher
+from tests.benchmarks import Row, table
 
 
-def recipe(seed: int) -> Any:
+@dataclass(frozen=True)
+class Setting:
+    """One recipe: what it is called in the table, its seeds, and the encodings that fit what it keeps."""
+
+    what: str
+    seeds: range
+    encodings: tuple[str, ...]
+    digits: int = 1
+
+
+SETTINGS = {
+    "digits": Setting(
+        "digits with 50 labels, scores of 10 classes",
+        range(5),
+        ("exact", "bf16", "fp16", "int8", "top5-fp16", "top3-fp16", "top1-fp16"),
+    ),
+    "sentence-embeddings": Setting(
+        "sentence-embeddings, hidden states of width 384", range(2), ("exact", "bf16", "fp16", "int8"), 4
+    ),
+}
+
+
+def recipe(name: str, seed: int) -> Any:
     with initialize_config_module("softs_lightning.conf", version_base=None):
-        return compose("distill", overrides=["recipe=digits", f"seed={seed}"])
+        return compose("distill", overrides=[f"recipe={name}", f"seed={seed}"])
 
 
-def score(seed: int, teacher: Any) -> float:
-    own = recipe(seed)
+def score(name: str, seed: int, teacher: Any) -> float:
+    own = recipe(name, seed)
     L.seed_everything(seed, verbose=False)
     student, data = build(own.student, "student"), build(own.data, "data")
     callback = DistillationCallback(
@@ -49,33 +72,57 @@ def score(seed: int, teacher: Any) -> float:
         enable_model_summary=False,
     )
     trainer.fit(student, datamodule=data)
-    return float(
-        build(own.judge.score, "judge.score")(student.eval(), data=data, teacher=callback.teacher.module)
-    )
+    data.setup("test")
+    judge = build(own.judge.score, "judge.score")
+    return float(judge(student.eval(), data=data, teacher=callback.teacher.source.eval()))
 
 
-def account(scores: list[float]) -> str:
-    return f"{statistics.fmean(scores):.1f} ± {statistics.stdev(scores):.1f} %"
+def account(scores: list[float], digits: int) -> str:
+    return f"{statistics.fmean(scores):.{digits}f} ± {statistics.stdev(scores):.{digits}f}"
 
 
-def rows() -> Iterator[Row]:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    made = build(recipe(0).teacher, "teacher")
-    module = made if isinstance(made, nn.Module) else made()
-    live = [score(seed, module) for seed in SEEDS]
+def rows(names: Iterable[str] = SETTINGS) -> Iterator[Row]:
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    for name in names:
+        yield from compared(name, SETTINGS[name])
+
+
+def compared(name: str, setting: Setting) -> Iterator[Row]:
+    made = build(recipe(name, 0).teacher, "teacher")
+    given = made if isinstance(made, Teacher) else Teacher(made)
+    module = given.build()
+    live = [score(name, seed, module) for seed in setting.seeds]
     with tempfile.TemporaryDirectory() as folder:
-        for encoding in ENCODINGS:
+        for encoding in setting.encodings:
             path = Path(folder) / encoding
-            ours = [score(seed, StoredTeacher(module, path, encoding=encoding)) for seed in SEEDS]
-            (column,) = ProductStore(path).columns()
+            ours = [
+                score(name, seed, StoredTeacher(module, path, encoding=encoding)) for seed in setting.seeds
+            ]
             ratios = [a / b for a, b in zip(ours, live, strict=True)]
-            lost = ", ".join(f"{key} {value:.2g}" for key, value in column.error.items())
-            size = column.values_nbytes / len(column)
+            sizes = f"{size_of(path)}: {account(ours, setting.digits)} / live {account(live, setting.digits)}"
             yield Row(
-                SETTING,
-                f"{encoding}: {size:.0f} bytes a sample of 40, {lost}: {account(ours)} / live {account(live)}",
-                statistics.fmean(ratios),
-                min(ratios),
-                max(ratios),
+                setting.what, f"{encoding}: {sizes}", statistics.fmean(ratios), min(ratios), max(ratios)
             )
+
+
+def size_of(path: Path) -> str:
+    """Bytes a token (a sample, for what has no tokens) beside float32's, and the largest error."""
+    columns = ProductStore(path).columns()
+    rows = values = 0
+    for column in columns:
+        for id in column.ids():
+            shape = column.row(id).shape
+            rows += shape[0] if len(shape) > 1 else 1
+            values += math.prod(shape)
+    nbytes = sum(column.values_nbytes for column in columns)
+    lost: dict[str, float] = {}
+    for column in columns:
+        lost.update({key: max(value, lost.get(key, value)) for key, value in column.error.items()})
+    account = ", ".join(f"{key} {value:.2g}" for key, value in lost.items())
+    return f"{nbytes / rows:,.0f} bytes a row of {4 * values / rows:,.0f} raw, {account}"
+
+
+if __name__ == "__main__":
+    for row in rows(sys.argv[1:] or SETTINGS):
+        print(table([row]).splitlines()[-1], flush=True)

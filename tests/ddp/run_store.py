@@ -1,8 +1,9 @@
 """A training script with a stored teacher: launched by the tests with one process or two.
 
 Usage: python run_store.py OUT STORE
-Three runs on two ranks: with the live teacher, with a store that fills as it trains, and from that store
-without a teacher. Each rank writes OUT/rankN.pt: the student's weights after each, and how many samples were computed.
+On two ranks, with the live teacher, with a store that fills as it trains, and from that store without a teacher; the
+first and the last also resumed in the middle of the second epoch. Each rank writes OUT/rankN.pt: the student's weights
+after each run, and how many samples were computed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +47,17 @@ def make_teacher() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def train(teacher: Any) -> dict[str, Any]:
+STEP = 9  # of 18, in epochs of 6
+
+
+def resumed(teacher: Any, folder: Path) -> dict[str, Any]:
+    """As if a run had been stopped in mid-epoch: from the checkpoint that one left there."""
+    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STEP, save_top_k=-1)
+    train(teacher, checkpoint)
+    return train(teacher, resume=folder / f"step={STEP}.ckpt")
+
+
+def train(teacher: Any, *callbacks: L.Callback, resume: Path | None = None) -> dict[str, Any]:
     torch.manual_seed(2)
     student = Student()
     pairs = [
@@ -58,12 +70,12 @@ def train(teacher: Any) -> dict[str, Any]:
         strategy="ddp",
         max_epochs=3,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[DistillationCallback(teacher, pairs)],
+        callbacks=[DistillationCallback(teacher, pairs), *callbacks],
     )
-    trainer.fit(student)
+    trainer.fit(student, ckpt_path=resume)
     return {
         "student": student.state_dict(),
         "computed": getattr(teacher, "computed", -1),
@@ -77,6 +89,8 @@ def main(out: Path, store: str) -> None:
         "live": train(make_teacher()),
         "write": train(StoredTeacher(make_teacher(), store, **options)),
         "read": train(StoredTeacher(None, store, **options)),
+        "live resumed": resumed(make_teacher(), out / "live"),
+        "read resumed": resumed(StoredTeacher(None, store, **options), out / "read"),
     }
     torch.save(runs, out / f"rank{runs['live']['rank']}.pt")
 

@@ -43,6 +43,15 @@ def test_two_ranks_on_one_store_train_as_with_the_live_teacher(
     assert all(torch.equal(ours[name], value) for name, value in live.items())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_resumed_in_mid_epoch_train_as_with_the_live_teacher(
+    ran: tuple[Path, list[dict[str, Any]]], rank: int
+) -> None:
+    """With a worker and shuffling."""
+    live, ours = ran[1][0]["live resumed"]["student"], ran[1][rank]["read resumed"]["student"]
+    assert all(torch.equal(ours[name], value) for name, value in live.items())
+
+
 def test_each_rank_computes_its_share_once_and_nothing_is_kept_twice(
     ran: tuple[Path, list[dict[str, Any]]],
 ) -> None:

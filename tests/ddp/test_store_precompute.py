@@ -1,0 +1,139 @@
+"""One store filled by two processes: shared out, killed, gone on with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from softs_lightning.store import ProductStore
+from softs_lightning.store.upkeep import verify
+from tests.ddp.run_store_precompute import COUNT, Slow, data
+
+SCRIPT = Path(__file__).with_name("run_store_precompute.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+pytestmark = pytest.mark.ddp
+
+
+def start(store: Path, seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(store), str(seconds)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def ran(said: str) -> dict[str, int]:
+    """On how many samples each process ran the teacher."""
+    counts: dict[str, int] = {}
+    for line in said.splitlines():
+        if " ran on " in line:
+            process, count = line.split(" ran on ")
+            counts[process] = counts.get(process, 0) + int(count)
+    return counts
+
+
+def assert_complete(store: Path) -> None:
+    """Every sample once, and what the teacher says, bit for bit with the same batches or to rounding with others."""
+    assert verify(store) == []
+    (column,) = ProductStore(store).columns()
+    assert sum(map(len, column.shards)) == len(column) == COUNT
+    x = torch.stack([item.item[0] for item in data().dataset])
+    ours = ProductStore(store).read("outputs[hidden]", [f"train:{i}" for i in range(COUNT)])
+    torch.testing.assert_close(torch.stack(ours), Slow(0.0).hidden(x).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_two_processes_share_the_samples_out(tmp_path: Path) -> None:
+    said = finish(start(tmp_path / "store", 0.0))
+    assert sorted(ran(said).values()) == [25, 26]
+    assert said.count(f"{COUNT} samples, {COUNT} of them computed") == 1
+    assert_complete(tmp_path / "store")
+    again = finish(start(tmp_path / "store", 0.0))
+    assert ran(again) == {}
+    assert f"{COUNT} samples, 0 of them computed" in again
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_leaves_a_store_that_is_gone_on_with(tmp_path: Path, rank: int) -> None:
+    process = start(tmp_path / "store", 0.3)
+    assert process.stdout is not None
+    numbers: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for line in process.stdout:
+        if " is process " in line:
+            own, number = line.split(" is process ")
+            numbers[number.strip()] = own
+        if " ran on " in line:
+            own = line.split(" ran on ")[0]
+            seen[own] = seen.get(own, 0) + 1
+        if seen.get(numbers.get(str(rank), "")) == 3:
+            break
+    os.kill(int(numbers[str(rank)]), signal.SIGKILL)
+    rest = process.stdout.read()  # ends when both have: the other does not go on alone for ever
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert process.returncode != 0, rest
+    before = len(ProductStore(tmp_path / "store").columns()[0])
+    assert before >= 4 * 2  # what was committed before the third batch
+    said = finish(start(tmp_path / "store", 0.0))
+    assert sum(ran(said).values()) == COUNT - before
+    assert_complete(tmp_path / "store")
+
+
+SHORT = [
+    "data.passes=1",
+    "teacher.data.passes=1",
+    "+teacher.trainer.logger=false",
+    "+teacher.trainer.enable_checkpointing=false",
+    "trainer.enable_progress_bar=false",
+]
+
+
+def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "softs_lightning", "precompute", f"store={folder}/store", *words],
+        env={**ENVIRONMENT, "SOFTS_LIGHTNING_CACHE": str(folder / "cache")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_shares_a_recipes_data_out(tmp_path: Path) -> None:
+    two = ["trainer.devices=2", "trainer.strategy=ddp"]
+    done = command(tmp_path, *SHORT, *two)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1,000 samples, 1,000 of them computed") == 1
+    (column,) = ProductStore(tmp_path / "store").columns()
+    assert sorted(map(len, column.shards)) == [500, 500]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", "store"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    again = command(tmp_path, *SHORT, *two, launcher=launcher)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("1,000 samples, 0 of them computed") == 1
+    refused = command(tmp_path, *SHORT, launcher=launcher)
+    assert "started in 2 processes, of which each would compute everything" in refused.stdout + refused.stderr
+
+
+def test_a_recipe_in_half_precision_keeps_what_it_will_ask_for(tmp_path: Path) -> None:
+    done = command(tmp_path, *SHORT, "trainer.precision=bf16-mixed")
+    assert done.returncode == 0, done.stderr
+    (column,) = ProductStore(tmp_path / "store").columns()
+    assert (column.key.autocast, len(column)) == ("bfloat16", 1000)
