@@ -38,6 +38,7 @@ SECTIONS = (
     "pairs",
     "callbacks",
     "trainer",
+    "logger",
     "judge",
 )
 """The nodes of a recipe; every one of them must be filled in."""
@@ -193,8 +194,9 @@ def _check_one(recipe: DictConfig) -> None:
     for key in ("data", "teacher", "student", "trainer"):
         if not isinstance(plain[key], Mapping) or "_target_" not in plain[key]:
             raise Refusal(f"{key!r} must name what to build in _target_, but is {plain[key]!r}.")
-    if not isinstance(plain["callbacks"], Mapping):
-        raise Refusal(f"'callbacks' must be named callbacks, but is {plain['callbacks']!r}.")
+    for key in ("callbacks", "logger"):
+        if not isinstance(plain[key], Mapping):
+            raise Refusal(f"{key!r} must be named {key.rstrip('s')}s, but is {plain[key]!r}.")
 
 
 def _check_seeds(seeds: Any) -> None:
