@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from softs_lightning import catalog
-from softs_lightning.compose import WRITE_NOTHING, compose, wants_traceback
+from softs_lightning.compose import WRITE_NOTHING, compose, folders_given, for_the_user, wants_traceback
 from softs_lightning.config import Failure, Refusal, check, nearest
 
 __all__ = ["main"]
@@ -145,7 +145,8 @@ def _run(arguments: list[str]) -> int:
         hydra = HydraConfig.get()
         sweep = hydra.mode is RunMode.MULTIRUN
         name, directory = hydra.runtime.choices[catalog.GROUP], Path(hydra.runtime.output_dir)
-        command = shlex.join(["softs-distill", *(hydra.overrides.task if sweep else arguments)])
+        given = [*folders_given(arguments), *hydra.overrides.task] if sweep else arguments
+        command = shlex.join(["softs-distill", *given])
         if sweep:
             sweeps.append(Path(hydra.sweep.dir))
         try:
@@ -158,8 +159,8 @@ def _run(arguments: list[str]) -> int:
             if not sweep:
                 _remove_unused(directory)
                 raise
-            failures.append((directory, error))  # the other runs of the sweep go on
-            _note_failure(directory, error)
+            failures.append((directory, for_the_user(error)))  # the other runs of the sweep go on
+            _note_failure(*failures[-1])
         except BaseException:
             _remove_unused(directory)
             raise

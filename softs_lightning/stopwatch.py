@@ -193,7 +193,7 @@ class _PhaseProfiler(Profiler):
         self.phases, self.inner = phases, inner
 
     @contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:  # type: ignore[override]
+    def profile(self, action_name: str) -> Iterator[str]:
         phase = ACTIONS.get(action_name.rpartition("]")[2].rpartition(".")[2])
         with self.inner.profile(action_name):
             if phase is None:
