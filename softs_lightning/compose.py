@@ -51,7 +51,7 @@ def compose(arguments: list[str], task: Task) -> None:
                 task(recipe)
         except Exception as error:
             said = for_the_user(error)
-            if said is not error and full or not isinstance(said, Refusal):
+            if (said is not error and full) or not isinstance(said, Refusal):
                 raise
             refusals.append(said)
 

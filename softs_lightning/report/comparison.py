@@ -248,9 +248,8 @@ def _table(sweep: Sweep) -> tuple[Row, list[Row], list[list[str]]]:
             )
         )
         clear = None if alone else result.clear(arm)
-        kinds.append(
-            [{True: "good", False: "unclear", None: ""}[clear] if at == 4 else "" for at in range(9)]
-        )
+        gain = {True: "good", False: "unclear", None: ""}[clear]
+        kinds.append(["", "text", "text", "", gain, "", "", "", ""])
     return header, rows, kinds
 
 

@@ -130,7 +130,7 @@ def draw_curve(curves: Curves, metric: str, *, arms: Sequence[str] | None = None
     colour = colours(arms or arms_of(curves))
     drawn = figure(4.8, 3.1)
     axes = drawn.add_subplot()
-    lines = [_band(axes, curves[metric][arm], label=f"student {arm}", colour=colour[arm]) for arm in chosen]
+    lines = [_band(axes, curves[metric][arm], arm=arm, colour=colour[arm]) for arm in chosen]
     plain(axes, x="optimizer step", y=_title(metric))
     legend_above(drawn, lines, [str(line.get_label()) for line in lines])
     return drawn
@@ -146,7 +146,7 @@ def draw_curves(curves: Curves, *, title: str) -> Figure:
     for index, metric in enumerate(chosen, start=1):
         axes = drawn.add_subplot(1, len(chosen), index)
         for arm, seeds in sorted(curves[metric].items(), key=lambda item: item[0] != ALONE):
-            shown[arm] = _band(axes, seeds, label=f"student {arm}", colour=colour[arm])
+            shown[arm] = _band(axes, seeds, arm=arm, colour=colour[arm])
         plain(axes, x="optimizer step", y=_title(metric))
     legend_above(drawn, list(shown.values()), [f"student {arm}" for arm in shown])
     return drawn
@@ -156,7 +156,7 @@ def _title(metric: str) -> str:
     return metric.replace("_", " ")
 
 
-def _band(axes: Any, seeds: Series, *, label: str, colour: str) -> Any:
+def _band(axes: Any, seeds: Series, *, arm: str, colour: str) -> Any:
     by_step: dict[int, list[float]] = {}
     for points in seeds.values():
         for step, value in points:
@@ -164,7 +164,12 @@ def _band(axes: Any, seeds: Series, *, label: str, colour: str) -> Any:
     steps = sorted(by_step)
     means = [statistics.fmean(by_step[step]) for step in steps]
     marker = "o" if len(steps) < 3 else None  # a line through one point is invisible
-    (line,) = axes.plot(steps, means, label=label, color=colour, linewidth=1.6, marker=marker, markersize=4)
+    # Dashed and on top: where an arm does just what the student alone does, both are seen.
+    style: Any = {"linestyle": (0, (4, 2)), "zorder": 3} if arm == ALONE else {}
+    label = f"student {arm}"
+    (line,) = axes.plot(
+        steps, means, label=label, color=colour, linewidth=1.6, marker=marker, markersize=4, **style
+    )
     low, high = ([pick(by_step[step]) for step in steps] for pick in (min, max))
     axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
     return line

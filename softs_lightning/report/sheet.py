@@ -26,10 +26,12 @@ p { margin: .5rem 0; max-width: 75ch; }
 .verdict.unclear { border-color: var(--unclear); }
 .good b, td.good { color: var(--good); }
 .unclear b, td.unclear { color: var(--unclear); }
-table { border-collapse: collapse; margin: .6rem 0; max-width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: .6rem 0; max-width: 100%; font-variant-numeric: tabular-nums;
+  overflow-wrap: break-word; }
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .9rem; vertical-align: bottom; }
-tbody th { color: var(--ink); font-size: 1rem; }
+tbody th { color: var(--ink); font-size: 1rem; vertical-align: top; }
+td.text { text-align: left; overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 .figures.wide { grid-template-columns: repeat(auto-fill, minmax(min(100%, 540px), 1fr)); }
@@ -45,12 +47,13 @@ code { font-family: ui-monospace, SFMono-Regular, Menlo, "Liberation Mono", mono
 a { color: var(--mark); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
-@media (max-width: 720px) {
+@media (max-width: 900px) {
   table, tbody, tr, th, td { display: block; width: 100%; text-align: left; }
   thead { display: none; }
   tr { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .7rem; margin: .5rem 0; }
   td, th, th:first-child, td:first-child { border: 0; padding: .12rem 0; text-align: left; }
-  td { display: flex; justify-content: space-between; gap: 1rem; text-align: right; }
+  td, td.text { display: flex; justify-content: space-between; gap: 1rem; text-align: right; }
+  td span { min-width: 0; overflow-wrap: anywhere; }
   td::before { content: attr(data-label); color: var(--soft); text-align: left; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
 }
