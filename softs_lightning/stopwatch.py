@@ -7,8 +7,7 @@ them nothing is in the way. Phases are exclusive, so together they are the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -93,8 +92,11 @@ class Stopwatch(Callback):
         inner = getattr(thing, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._phases.phase(phase):
+            self._phases.push(phase)
+            try:
                 return inner(*args, **kwargs)
+            finally:
+                self._phases.pop()
 
         def put_back() -> None:
             if before is None:
@@ -149,19 +151,15 @@ class _Phases:
         self.spent[phase] = self.spent.get(phase, 0.0) + now - self._since
         self._since = now
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if not self._stack:
-            yield
-            return
-        self.mark()
-        self._stack.append(name)
-        try:
-            yield
-        finally:
-            if self._stack:  # empty where the watch stopped inside
-                self.mark()
-                self._stack.pop()
+    def push(self, name: str) -> None:
+        if self._stack:
+            self.mark()
+            self._stack.append(name)
+
+    def pop(self) -> None:
+        if len(self._stack) > 1:  # empty where the watch stopped inside
+            self.mark()
+            self._stack.pop()
 
 
 def _waits_for(device: torch.device) -> Callable[[], None]:
@@ -192,21 +190,19 @@ class _PhaseProfiler(Profiler):
         super().__init__()
         self.phases, self.inner = phases, inner
 
-    @contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:
-        phase = ACTIONS.get(action_name.rpartition("]")[2].rpartition(".")[2])
-        with self.inner.profile(action_name):
-            if phase is None:
-                yield action_name
-            else:
-                with self.phases.phase(phase):
-                    yield action_name
-
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
+        if phase := _phase_of(action_name):
+            self.phases.push(phase)
 
     def stop(self, action_name: str) -> None:
+        if _phase_of(action_name):
+            self.phases.pop()
         self.inner.stop(action_name)
 
     def summary(self) -> str:
         return self.inner.summary()
+
+
+def _phase_of(action_name: str) -> str | None:
+    return ACTIONS.get(action_name.rpartition("]")[2].rpartition(".")[2])
