@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -63,6 +64,9 @@ def run_recipe(
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     title, trained = name, arms(recipe)
+    _loggers(
+        recipe, directory, ALONE, recipe.seeds[0]
+    )  # one that cannot be made is refused before any training
     plans = {name: _examine(arm, name) for name, arm in trained.items()}
     measures = _measures(recipe)
     teacher = _teacher(recipe)
@@ -173,15 +177,18 @@ def _train(
     callbacks = build_callbacks(recipe)
     if arm == ALONE:
         callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
-    place = {"save_dir": str(directory / "logs"), "name": arm, "version": str(seed)}
-    loggers = [build(node, f"logger.{key}", **place) for key, node in recipe.logger.items() if node]
-    trainer: L.Trainer = build(
-        recipe.trainer, "trainer", callbacks=[*callbacks, *further], logger=loggers or False
-    )
+    loggers = _loggers(recipe, directory, arm, seed) or False
+    trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=[*callbacks, *further], logger=loggers)
     trainer.fit(student, datamodule=data)
     if keep:
         trainer.save_checkpoint(directory / "student.ckpt", weights_only=True)
     return student, data
+
+
+def _loggers(recipe: DictConfig, directory: Path, arm: str, seed: int) -> list[Logger]:
+    """The recipe's loggers for one student; those set to null are left out."""
+    place = {"save_dir": str(directory / "logs"), "name": arm, "version": str(seed)}
+    return [build(node, f"logger.{key}", **place) for key, node in recipe.logger.items() if node]
 
 
 def _measures(recipe: DictConfig) -> tuple[Measure, ...]:

@@ -269,6 +269,7 @@ def _about(run: Run) -> Iterator[tuple[str, str]]:
 
 def _sections(run: Run, plots: _Plots) -> Iterator[str]:
     """The same for report.md, with pictures by their path."""
+    yield from (_linked(run, *one) for one in plots.scores)
     yield "## Sizes and cost"
     yield "\n".join(markdown_table(*_sizes(run.result)))
     if run.similarity is not None:
@@ -283,8 +284,8 @@ def _sections(run: Run, plots: _Plots) -> Iterator[str]:
     if run.timing is not None:
         header, *rows = run.timing.rows()
         yield "## Time of a step"
-        yield run.timing.basis()
         yield "\n".join(markdown_table(header, rows))
+        yield from (_linked(run, *one) for one in plots.timing)
     if plots.curves:
         yield "## Curves"
         yield from (_linked(run, *one) for one in plots.curves)
