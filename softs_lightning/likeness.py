@@ -74,6 +74,7 @@ class Likeness:
                 self.flops = self._teacher.flops
                 names = tuple(self._teacher.grams)
                 self.found = replace(self.found, samples=count, part=part, teacher=names)
+                self._note_if_blind("the teacher's layers", self._teacher)
 
     def add(self, arm: str, student: nn.Module) -> int | None:
         """Compare a student; the operations of its forward for one sample are returned, if they can be counted."""
@@ -86,6 +87,7 @@ class Likeness:
             except Exception as error:
                 self._note(f"student {arm}", error)
                 return None
+        self._note_if_blind(f"the layers of student {arm}", seen)
         cka = tuple(
             tuple(linear_cka(theirs, ours) for ours in seen.grams.values())
             for theirs in self._teacher.grams.values()
@@ -96,6 +98,11 @@ class Likeness:
             agreement={**self.found.agreement, arm: agreement},
         )
         return seen.flops
+
+    def _note_if_blind(self, what: str, seen: _Seen) -> None:
+        if not seen.grams:
+            said = "none of them gave a tensor with a row for each sample, or they ran in compiled code"
+            self.found = replace(self.found, missing={**self.found.missing, what: said})
 
     def _note(self, what: str, error: Exception) -> None:
         said = f"{error}" if isinstance(error, _NothingHeldOutError) else f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ them nothing is in the way. Phases are exclusive, so together they are the whole
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -120,7 +121,7 @@ class _Phases:
         self.spent: dict[str, float] = {}
         self._stack: list[str] = []
         self._since: float | None = None
-        self._wait: Callable[[], None] = lambda: None
+        self._wait: Callable[[], None] = _nothing
 
     def start(self, device: torch.device) -> None:
         self._wait = _waits_for(device)
@@ -165,8 +166,12 @@ class _Phases:
 def _waits_for(device: torch.device) -> Callable[[], None]:
     """What waits until an accelerator is done with what it was given."""
     if device.type == "cpu":
-        return lambda: None
-    return lambda: torch.accelerator.synchronize(device)
+        return _nothing
+    return partial(torch.accelerator.synchronize, device)
+
+
+def _nothing() -> None:
+    """A CPU is never behind. Not a lambda: strategies that spawn processes pickle their callbacks."""
 
 
 ACTIONS = {

@@ -40,7 +40,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         (["--help"], 0),
         (["recipes"], 0),
         (["recipes", "show", "digits"], 0),
-        (["report", "nowhere"], 2),
         (["recipe=digitz"], 2),
         (["digits"], 2),
         (["trainer.max_step=3"], 2),

@@ -206,6 +206,14 @@ def test_what_cannot_be_measured_is_said_and_stops_nothing() -> None:
     ]
 
 
+def test_a_model_without_layers_to_see_is_named() -> None:
+    likeness = Likeness(tiny.Teacher(), tiny.Data())
+    likeness.add("bare", nn.Identity())
+    (said,) = likeness.found.reasons()
+    assert said.startswith("Not measured: the layers of student bare: none of them gave a tensor")
+    assert likeness.found.agreement["bare"] == {}  # eight numbers beside three scores
+
+
 class Shared(nn.Module):
     """One layer that runs three times."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,6 +196,10 @@ def test_an_error_in_a_timed_step_leaves_nothing_behind(clock: Clock) -> None:
     assert trainer.profiler_then is not own  # type: ignore[attr-defined]
     assert trainer.profiler is own  # type: ignore[attr-defined]
     assert "supply" not in vars(distil.teacher)
+
+
+def test_it_can_be_sent_to_another_process() -> None:
+    assert pickle.loads(pickle.dumps(Stopwatch(skip=3, steps=7))).steps == 7
 
 
 def test_percentages_add_up_and_the_largest_remainders_are_rounded_up() -> None:

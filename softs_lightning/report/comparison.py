@@ -17,7 +17,7 @@ from softs_lightning.config import Refusal
 from softs_lightning.report.page import document, figures, paragraph, picture, section, table
 from softs_lightning.report.result import Arm, Result, Row, markdown_table, operations
 from softs_lightning.report.run import RESULTS, read_run
-from softs_lightning.report.style import COLOURS, GREY, INK, figure, legend_above, plain, save
+from softs_lightning.report.style import COLOURS, GREY, INK, figure, legend_above, literal, plain, save
 
 __all__ = [
     "FAILED",
@@ -323,7 +323,7 @@ def draw_tradeoff(sweep: Sweep, cost: str) -> Figure | None:
     ):
         axes.set_xscale("log")
     unit = "student's parameters" if cost == "parameters" else "forward of one sample (FLOP)"
-    plain(axes, x=unit, y=_headline(sweep))
+    plain(axes, x=unit, y=literal(_headline(sweep)))
     axes.margins(x=0.12, y=0.12)
-    legend_above(drawn, handles, [f"student {name}" for name in arms])
+    legend_above(drawn, handles, [literal(f"student {name}") for name in arms])
     return drawn

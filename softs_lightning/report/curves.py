@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from softs_lightning.config import ALONE
-from softs_lightning.report.style import colours, figure, legend_above, plain
+from softs_lightning.report.style import colours, figure, legend_above, literal, plain
 
 __all__ = [
     "Curves",
@@ -141,19 +141,19 @@ def draw_curves(curves: Curves, *, title: str) -> Figure:
     chosen = [metric for metric in in_order(curves) if metric.startswith("val")] or in_order(curves)
     colour = colours(arms_of(curves))
     drawn = figure(5.2 * max(1, len(chosen)), 3.6)
-    drawn.suptitle(title, fontsize=10)
+    drawn.suptitle(literal(title), fontsize=10)
     shown: dict[str, Any] = {}
     for index, metric in enumerate(chosen, start=1):
         axes = drawn.add_subplot(1, len(chosen), index)
         for arm, seeds in sorted(curves[metric].items(), key=lambda item: item[0] != ALONE):
             shown[arm] = _band(axes, seeds, arm=arm, colour=colour[arm])
         plain(axes, x="optimizer step", y=_title(metric))
-    legend_above(drawn, list(shown.values()), [f"student {arm}" for arm in shown])
+    legend_above(drawn, list(shown.values()), [literal(f"student {arm}") for arm in shown])
     return drawn
 
 
 def _title(metric: str) -> str:
-    return metric.replace("_", " ")
+    return literal(metric.replace("_", " "))
 
 
 def _band(axes: Any, seeds: Series, *, arm: str, colour: str) -> Any:
@@ -166,7 +166,7 @@ def _band(axes: Any, seeds: Series, *, arm: str, colour: str) -> Any:
     marker = "o" if len(steps) < 3 else None  # a line through one point is invisible
     # Dashed and on top: where an arm does just what the student alone does, both are seen.
     style: Any = {"linestyle": (0, (4, 2)), "zorder": 3} if arm == ALONE else {}
-    label = f"student {arm}"
+    label = literal(f"student {arm}")
     (line,) = axes.plot(
         steps, means, label=label, color=colour, linewidth=1.6, marker=marker, markersize=4, **style
     )

@@ -23,6 +23,8 @@ from softs_lightning.report.timing import Timing, draw_timing
 __all__ = ["RESULTS", "Run", "read_run", "write_report"]
 
 RESULTS = "results.json"
+UNTIMED = "Not measured: the training was too short for it, or ran in processes of its own."
+
 MOST_CURVES = 24
 MOST_MAPS = 6
 
@@ -191,6 +193,8 @@ def _page(run: Run, plots: _Plots) -> Iterator[str]:
             table(header, rows),
             figures([picture(*one) for one in plots.timing], wide=True),
         )
+    elif (run.folder / "run.json").exists() and any(arm.stops for arm in result.arms):
+        yield section("Time of a step", paragraph(UNTIMED))
     yield section("Seed by seed", *_seeds(result))
     yield section(
         "How it was made",

@@ -7,7 +7,7 @@ import statistics
 from matplotlib.figure import Figure
 
 from softs_lightning.report.result import Measure, Result
-from softs_lightning.report.style import INK, colours, figure, plain
+from softs_lightning.report.style import INK, colours, figure, literal, plain
 
 __all__ = ["draw_scores"]
 
@@ -38,8 +38,8 @@ def draw_scores(result: Result, measure: Measure | None = None) -> Figure:
     axes.set_title(
         f"dashed: teacher {measure.text([ceiling])} {measure.unit}".rstrip(), fontsize=8, color=INK
     )
-    plain(axes, x=measure.title, y="", grid="x")
-    axes.set_yticks(range(len(arms)), [f"student {arm}" for arm in arms], fontsize=8.5)
+    plain(axes, x=literal(measure.title), y="", grid="x")
+    axes.set_yticks(range(len(arms)), [literal(f"student {arm}") for arm in arms], fontsize=8.5)
     axes.set_ylim(len(arms) - 0.45, -0.55)
     axes.margins(x=0.06)
     return drawn

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from softs_lightning.report.result import Row
-from softs_lightning.report.style import INK, figure
+from softs_lightning.report.style import INK, figure, literal
 
 __all__ = ["AGREEMENT", "LayerMap", "Similarity", "draw_similarity"]
 
@@ -127,7 +127,7 @@ def draw_similarity(found: Similarity, arm: str) -> Figure:
     axes.tick_params(labelsize=7, colors=INK, length=2)
     axes.set_xlabel("student's layer, input → output", fontsize=9, color=INK)
     axes.set_ylabel("teacher's layer, input → output", fontsize=9, color=INK)
-    axes.set_title(f"student {arm}", fontsize=10, color=INK)
+    axes.set_title(literal(f"student {arm}"), fontsize=10, color=INK)
     if not small:
         _numbers(axes, seen.cka)
     bar = drawn.colorbar(picture, ax=axes, pad=0.02)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from softs_lightning.config import ALONE
 
-__all__ = ["COLOURS", "GREY", "INK", "colours", "figure", "legend_above", "plain", "save"]
+__all__ = ["COLOURS", "GREY", "INK", "colours", "figure", "legend_above", "literal", "plain", "save"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 """Okabe and Ito's palette (2008) without its yellow, which white swallows, and with a purple."""
@@ -60,6 +60,11 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) 
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=8, labelcolor=INK
     )
+
+
+def literal(text: str) -> str:
+    """A name as it is written: matplotlib would read what stands between dollar signs as mathematics."""
+    return text.replace("$", r"\$")
 
 
 def save(figure: Figure, file: Path) -> None:
