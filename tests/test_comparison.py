@@ -76,6 +76,9 @@ def test_the_picture_shows_cost_quality_and_spread(tmp_path: Path) -> None:
     assert distilled[0].get_xydata().tolist() == [[200.0, 73.5], [400.0, 75.5], [800.0, 79.5]]  # type: ignore[index]
     bars = [segment[:, 1] for segment in distilled[2][0].get_segments()]  # type: ignore[index]
     assert [(high - low) / 2 for low, high in bars] == pytest.approx([statistics.stdev((0, 3))] * 3)
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    assert 0 < left < 200 < 800 < right < 1000
+    assert 40 < low < 51 < 82 < high < 95  # the lowest and the highest end of a bar
     assert {text.get_text() for text in axes.texts} == {"0", "1", "2"}
 
 

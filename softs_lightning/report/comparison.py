@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from softs_lightning.config import Refusal
 from softs_lightning.report.page import document, figures, paragraph, picture, section, table
 from softs_lightning.report.result import Arm, Result, Row, markdown_table, operations
 from softs_lightning.report.run import RESULTS, read_run
-from softs_lightning.report.style import COLOURS, GREY, INK, figure, legend_above, literal, plain, save
+from softs_lightning.report.style import INK, colours, figure, legend_above, literal, plain, save
 
 __all__ = [
     "FAILED",
@@ -293,30 +294,39 @@ def draw_tradeoff(sweep: Sweep, cost: str) -> Figure | None:
         return None
     drawn = figure(5.6, 3.9)
     axes = drawn.add_subplot()
-    others = [name for name in arms if name != "alone"]
+    colour = colours(list(arms))
     handles = []
     for number, (name, points) in enumerate(arms.items()):
         points.sort()
-        colour = COLOURS[others.index(name) % len(COLOURS)] if name in others else GREY
         x, y, error, labels = (list(column) for column in zip(*points, strict=True))
         joined = "-" if len(set(x)) == len(x) > 1 else "none"
-        mark = MARKS[number % len(MARKS)]
+        # Arms of one run have one size: a little beside each other, no bar hides another.
+        aside = 5 * (number - (len(arms) - 1) / 2)
+        beside = axes.transData + ScaledTranslation(aside / 72, 0, drawn.dpi_scale_trans)
         handles.append(
             axes.errorbar(
                 x,
                 y,
                 yerr=error,
-                fmt=mark,
-                color=colour,
+                fmt=MARKS[number % len(MARKS)],
+                color=colour[name],
+                transform=beside,
                 linestyle=joined,
                 capsize=3,
                 markersize=6,
                 linewidth=1.2,
             )
         )
+        # What is drawn beside its place does not widen the axes by itself.
+        axes.update_datalim([(at, m + e) for at, m, d in zip(x, y, error, strict=True) for e in (-d, d)])
         for at, height, label in zip(x, y, labels, strict=True):
             axes.annotate(
-                str(label), (at, height), xytext=(6, 5), textcoords="offset points", fontsize=7.5, color=INK
+                str(label),
+                (at, height),
+                xytext=(6 + aside, 5),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=INK,
             )
     if max(x for points in arms.values() for x, *_ in points) > 8 * min(
         x for points in arms.values() for x, *_ in points
@@ -325,5 +335,6 @@ def draw_tradeoff(sweep: Sweep, cost: str) -> Figure | None:
     unit = "student's parameters" if cost == "parameters" else "forward of one sample (FLOP)"
     plain(axes, x=unit, y=literal(_headline(sweep)))
     axes.margins(x=0.12, y=0.12)
+    axes.autoscale_view()
     legend_above(drawn, handles, [literal(f"student {name}") for name in arms])
     return drawn

@@ -63,7 +63,12 @@ def table(header: Sequence[str], rows: Sequence[Row], kinds: Sequence[Sequence[s
         rows: of the same length.
         kinds: for each row and column a class of the style sheet, or nothing.
     """
-    lines = ["<table>", "<thead><tr>", *(f"<th>{escape(cell)}</th>" for cell in header), "</tr></thead>"]
+    left = [mark == "text" for mark in kinds[0]] if kinds else [False] * len(header)
+    heads = [
+        f'<th class="text">{escape(cell)}</th>' if text else f"<th>{escape(cell)}</th>"
+        for cell, text in zip(header, left, strict=True)
+    ]
+    lines = ["<table>", "<thead><tr>", *heads, "</tr></thead>"]
     lines.append("<tbody>")
     for number, row in enumerate(rows):
         marks = kinds[number] if kinds else [""] * len(row)

@@ -31,7 +31,7 @@ table { border-collapse: collapse; margin: .6rem 0; max-width: 100%; font-varian
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .9rem; vertical-align: bottom; }
 tbody th { color: var(--ink); font-size: 1rem; vertical-align: top; }
-td.text { text-align: left; overflow-wrap: anywhere; }
+th.text, td.text { text-align: left; overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 .figures.wide { grid-template-columns: repeat(auto-fill, minmax(min(100%, 540px), 1fr)); }
