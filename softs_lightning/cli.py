@@ -7,15 +7,17 @@ message, and imports torch only behind that.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from softs_lightning import catalog
-from softs_lightning.compose import WRITE_NOTHING, compose, wants_traceback
-from softs_lightning.config import Refusal, check, nearest
+from softs_lightning.compose import WRITE_NOTHING, compose, folders_given, for_the_user, wants_traceback
+from softs_lightning.config import Failure, Refusal, check, nearest
 
 __all__ = ["main"]
 
@@ -27,6 +29,8 @@ usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if 
        softs-distill recipes show NAME      print one
        softs-distill recipes copy NAME [FOLDER or FILE.yaml]
                                   a copy to change; run it with --config-dir FOLDER recipe=...
+       softs-distill report FOLDER
+                                  write the report of a run, or the comparison of a sweep, again
        softs-distill precompute [recipe=NAME] store=PATH [key=value ...]
                                   run the recipe's teacher over its training data once, into a store
        softs-distill store ls|verify|export|compact|gc PATH
@@ -35,7 +39,7 @@ usage: softs-distill [recipe=NAME] [key=value ...]     run a recipe (digits, if 
 options (they are Hydra's):
   --config-dir DIR        also look for recipes and groups in DIR (DIR/recipe/own.yaml: recipe=own)
   --cfg job               print the composed config and stop
-  --multirun              one run for each combination: seed or key=1,2,3
+  --multirun              one run for each combination: key=1,2,3; ends with a comparison of them
   --hydra-help            the rest of them
 HYDRA_FULL_ERROR=1 in the environment adds the traceback to an error.
 
@@ -45,7 +49,7 @@ examples:
   softs-distill trainer.devices=2 trainer.strategy=ddp
   softs-distill explain "pairs.0.teacher='outputs[head]'"    # brackets: quoted twice
 
-Results go to outputs/RECIPE/TIME/. `python -m softs_lightning` is the same command.
+Results go to outputs/RECIPE/TIME/, those of a sweep to outputs/sweeps/TIME/. `python -m softs_lightning` is the same command.
 
 recipes:
 """
@@ -87,6 +91,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _recipes(arguments[1:])
     if command == "explain":
         return _explain(arguments[1:])
+    if command == "report":
+        return _report(arguments[1:])
     if command == "precompute":
         return _precompute(arguments[1:])
     if command == "store":
@@ -96,6 +102,7 @@ def _dispatch(arguments: list[str]) -> int:
             "explain",
             "precompute",
             "recipes",
+            "report",
             "store",
             *(f"recipe={name}" for name in catalog.recipes()),
         }
@@ -128,19 +135,32 @@ def _recipes(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    sweeps: list[Path] = []
+    failures: list[tuple[Path, Exception]] = []
+
     def run(recipe: Any) -> None:
-        check(recipe)
-        _quieten()
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
-
-        from softs_lightning.experiment import run_recipe
 
         hydra = HydraConfig.get()
         sweep = hydra.mode is RunMode.MULTIRUN
         name, directory = hydra.runtime.choices[catalog.GROUP], Path(hydra.runtime.output_dir)
+        given = [*folders_given(arguments), *hydra.overrides.task] if sweep else arguments
+        command = shlex.join(["softs-distill", *given])
+        if sweep:
+            sweeps.append(Path(hydra.sweep.dir))
         try:
-            run_recipe(recipe, name=name, directory=directory, sweep=sweep)
+            check(recipe)
+            _quieten()
+            from softs_lightning.experiment import run_recipe
+
+            run_recipe(recipe, name=name, directory=directory, sweep=sweep, command=command)
+        except Exception as error:
+            if not sweep:
+                _remove_unused(directory)
+                raise
+            failures.append((directory, for_the_user(error)))  # the other runs of the sweep go on
+            _note_failure(*failures[-1])
         except BaseException:
             _remove_unused(directory)
             raise
@@ -151,13 +171,66 @@ def _run(arguments: list[str]) -> int:
     if not looks_only:
         compose([*arguments, *WRITE_NOTHING], check)  # a recipe that is refused leaves no folder behind
     compose(arguments, run)
+    if sweeps:
+        _end_sweep(sweeps[0], len(sweeps), failures)
+    return 0
+
+
+def _note_failure(directory: Path, error: Exception) -> None:
+    from softs_lightning.report.comparison import note_failure
+
+    if not isinstance(error, Refusal):
+        traceback.print_exception(error)
+    print(f"softs-distill: {directory.name}: {error}", file=sys.stderr)
+    note_failure(directory, error)
+
+
+def _end_sweep(folder: Path, count: int, failures: Sequence[tuple[Path, Exception]]) -> None:
+    """Compare the runs of a sweep; without a run to compare, raise what went wrong in the first."""
+    if len(failures) == count:
+        for directory, _ in failures:
+            _remove_unused(directory)
+        raise failures[0][1]
+    _compare(folder)
+    if failures:
+        raise Failure(f"{len(failures)} of {count} runs of the sweep failed; the comparison names them.")
+
+
+def _compare(folder: Path) -> None:
+    from softs_lightning.report.comparison import write_comparison
+
+    sweep = write_comparison(folder)
+    print(f"\n{sweep.table()}\n")
+    for one in sweep.unfinished:
+        print(f"Without a result: {one}")
+    print(f"Comparison: {folder}")
+
+
+def _report(arguments: list[str]) -> int:
+    match arguments:
+        case [name] if not name.startswith("-"):
+            folder = Path(name)
+        case _:
+            raise Refusal("Write: report FOLDER, the folder of a run or of a sweep.")
+    from softs_lightning.report.comparison import is_sweep
+    from softs_lightning.report.run import write_report
+
+    try:
+        if is_sweep(folder):
+            _compare(folder)
+        else:
+            write_report(folder)
+            print(f"Report: {folder / 'report.html'}")
+    except OSError as error:
+        raise Refusal(f"The report cannot be written: {error}.") from None
     return 0
 
 
 def _remove_unused(directory: Path) -> None:
-    """Remove a run's folder in which nothing was trained: only Hydra's own files and an empty log are there."""
+    """Remove a run's folder in which nothing was trained: only Hydra's own files, a log and an error are there."""
     for file in directory.rglob("*"):
-        if file.is_file() and file.parent.name != ".hydra" and file.stat().st_size:
+        ours = file.suffix == ".log" or file.name == "failed.json"
+        if file.is_file() and file.parent.name != ".hydra" and not ours and file.stat().st_size:
             return
     shutil.rmtree(directory, ignore_errors=True)
 

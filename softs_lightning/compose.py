@@ -13,13 +13,16 @@ from typing import Any
 from softs_lightning import catalog
 from softs_lightning.config import Refusal, nearest
 
-__all__ = ["WRITE_NOTHING", "compose", "wants_traceback"]
+__all__ = ["WRITE_NOTHING", "compose", "folders_given", "for_the_user", "wants_traceback"]
 
 Task = Callable[[Any], None]
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 DEFAULT_RECIPE = "digits"  # as conf/distill.yaml says
+
+CHOICE = re.compile(r"\+?[\w/]+(@[\w.]+)?=")
+"""An argument that chooses from a group; options of the top level look alike, and do no harm."""
 
 # A command that only looks writes no folder and no log.
 WRITE_NOTHING = (
@@ -46,16 +49,11 @@ def compose(arguments: list[str], task: Task) -> None:
         try:
             with _full_error(chosen):  # the processes that a run starts see what the user set
                 task(recipe)
-        except Refusal as refusal:
-            refusals.append(refusal)
-        except HydraException as error:
-            if full:
-                raise
-            refusals.append(Refusal(str(error)))
         except Exception as error:
-            if full or not _is_for_the_user(error):
+            said = for_the_user(error)
+            if (said is not error and full) or not isinstance(said, Refusal):
                 raise
-            refusals.append(Refusal(_message(error)))
+            refusals.append(said)
 
     try:
         _call_hydra(arguments, guarded)
@@ -70,6 +68,17 @@ def compose(arguments: list[str], task: Task) -> None:
 def wants_traceback() -> bool:
     """Whether the user asked for Python's account of an error (Hydra's own switch)."""
     return bool(os.environ.get(FULL_ERROR))
+
+
+def for_the_user(error: Exception) -> Exception:
+    """The `Refusal` that says all about an error of a setting; an error of other kinds itself."""
+    from hydra.errors import HydraException
+
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HydraException):
+        return Refusal(str(error))
+    return Refusal(_message(error)) if _is_for_the_user(error) else error
 
 
 LIBRARIES = ("lightning.", "torch.optim.", "hydra.", "omegaconf.", "pathlib")
@@ -180,19 +189,24 @@ def _folders(arguments: Sequence[str]) -> list[Path]:
     return [Path(folder) for folder in re.findall(r"^(?:--config-dir|-cd)[=\n](.+)$", text, re.MULTILINE)]
 
 
+def folders_given(arguments: Sequence[str]) -> list[str]:
+    """Those of the arguments that say where recipes are."""
+    return [f"--config-dir={folder}" for folder in _folders(arguments)]
+
+
 def _plainly(error: Exception, arguments: list[str]) -> str:
     """Hydra's message, with the nearest names and without advice for its developers."""
     text = str(error).strip()
     if (option := re.search(r"Could not override '([^']+)'", text)) is not None:
         name = option[1]
         return (
-            f"This recipe has no option {name!r}. {_nearest_option(name, _options(arguments))} "
+            f"This recipe has no option {name!r}. {_nearest_option(name, _options(arguments, name))} "
             f"(To hand on one that the recipe does not mention: +{name}=...)"
         )
     if (
         group := re.search(r"Could not override '?([^'\s]+)'?\.\s*No match in the defaults", text)
     ) is not None:
-        return f"This recipe has no group {group[1]!r}. {_nearest_option(group[1], _options(arguments))}"
+        return f"This recipe has no group {group[1]!r}. {_nearest_option(group[1], _options(arguments, group[1]))}"
     if (
         "LexerNoViableAlt" in text
         or "mismatched input" in text
@@ -216,8 +230,8 @@ def _nearest_option(name: str, options: list[str]) -> str:
     return close if close.startswith("Did") else nearest(name, beside)
 
 
-def _options(arguments: list[str]) -> list[str]:
-    """Every option of the recipe that `arguments` name, as written on the command line."""
+def _options(arguments: list[str], wrong: str) -> list[str]:
+    """Every option of the recipe and the groups that `arguments` choose, but for the `wrong` one."""
     from omegaconf import OmegaConf
 
     found: list[str] = []
@@ -233,11 +247,11 @@ def _options(arguments: list[str]) -> list[str]:
             found.append(name)
             collect(value, name)
 
-    kept = [
+    chosen = [
         argument
-        for position, argument in enumerate(arguments)
-        if argument.startswith((catalog.GROUP + "=", "--config-dir", "-cd"))
-        or (position and arguments[position - 1] in ("--config-dir", "-cd"))
+        for argument in arguments
+        if CHOICE.match(argument) and argument.partition("=")[0].lstrip("+") != wrong.lstrip("+")
     ]
+    kept = [*folders_given(arguments), *chosen]
     _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(OmegaConf.to_container(recipe), ""))
     return found

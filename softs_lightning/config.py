@@ -7,11 +7,13 @@ config as plain data: it imports neither torch nor lightning, so a wrong name co
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from softs_lightning.product import ProductSpec
 
@@ -38,6 +40,7 @@ SECTIONS = (
     "pairs",
     "callbacks",
     "trainer",
+    "logger",
     "judge",
 )
 """The nodes of a recipe; every one of them must be filled in."""
@@ -89,7 +92,9 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
-    return f"Did you mean {', '.join(close)}?" if close else f"There are: {', '.join(known)}."
+    if close:
+        return f"Did you mean {', '.join(close)}?"
+    return f"There are: {', '.join(known)}." if known else "There are none."
 
 
 def build(node: Any, where: str, **extra: Any) -> Any:
@@ -109,7 +114,23 @@ def build(node: Any, where: str, **extra: Any) -> Any:
     except InstantiationException as error:
         cause = error.__cause__
         said = str(error).splitlines()[0] if cause is None else f"{type(cause).__name__}: {cause}"
-        raise Refusal(f"{where} ({node.get('_target_', 'no _target_')}): {said}") from error
+        hint = _nearest_argument(node.get("_target_"), said)
+        raise Refusal(f"{where} ({node.get('_target_', 'no _target_')}): {said}{hint}") from error
+
+
+def _nearest_argument(target: Any, said: str) -> str:
+    """What a target takes, where it was given something else."""
+    from hydra.utils import get_object
+
+    if (unexpected := re.search(r"unexpected keyword argument '(\w+)'", said)) is None:
+        return ""
+    try:
+        parameters = inspect.signature(get_object(target)).parameters.values()
+    except Exception:  # a target without a signature
+        return ""
+    named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    # Where it takes the argument after all, something that is built inside it was meant.
+    return "" if unexpected[1] in named else f". {nearest(unexpected[1], named)}"
 
 
 def arms(recipe: DictConfig) -> dict[str, DictConfig]:
@@ -147,6 +168,11 @@ def check(recipe: DictConfig) -> None:
     softs_lightning.config.Refusal: The recipe has a node 'studnet', which nothing reads. Did you mean student?
     """
     for key in recipe:
+        if key == "recipe":
+            raise Refusal(
+                "What the recipe says stands under 'recipe', where nothing reads it: its file must begin with the "
+                "line '# @package _global_'."
+            )
         if key not in (*SECTIONS, *NAMED):
             raise Refusal(
                 f"The recipe has a node {key!r}, which nothing reads. {nearest(str(key), SECTIONS)}"
@@ -184,7 +210,12 @@ def _check_one(recipe: DictConfig) -> None:
     try:
         plain: Any = OmegaConf.to_container(recipe, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise Refusal(f"The recipe is not complete: {error}") from None
+        key, said = getattr(error, "full_key", None), str(error).splitlines()[0]
+        if isinstance(error, MissingMandatoryValue) and key:
+            said = f"{key} has no value yet. Give it one: {key}=..."
+        elif key:
+            said = f"{key}: {said}"
+        raise Refusal(f"The recipe is not complete: {said}") from None
     _check_pairs(plain["pairs"])
     _check_judge(plain["judge"])
     threads = plain["threads"]
@@ -193,8 +224,9 @@ def _check_one(recipe: DictConfig) -> None:
     for key in ("data", "teacher", "student", "trainer"):
         if not isinstance(plain[key], Mapping) or "_target_" not in plain[key]:
             raise Refusal(f"{key!r} must name what to build in _target_, but is {plain[key]!r}.")
-    if not isinstance(plain["callbacks"], Mapping):
-        raise Refusal(f"'callbacks' must be named callbacks, but is {plain['callbacks']!r}.")
+    for key in ("callbacks", "logger"):
+        if not isinstance(plain[key], Mapping):
+            raise Refusal(f"{key!r} must be named {key.rstrip('s')}s, but is {plain[key]!r}.")
 
 
 def _check_seeds(seeds: Any) -> None:

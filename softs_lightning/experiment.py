@@ -6,14 +6,20 @@ first one prints and writes.
 
 from __future__ import annotations
 
+import datetime
+import json
+import logging
+import platform
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -22,30 +28,23 @@ from torch import nn
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, DISTILLED, Failure, Refusal, arms, build
 from softs_lightning.explain import Plan, build_callbacks, distils, examine, leave_untrained, parameters
-from softs_lightning.report import (
-    Arm,
-    Measure,
-    Result,
-    Stop,
-    draw_curves,
-    read_curves,
-    write_metrics,
-)
+from softs_lightning.likeness import Likeness
+from softs_lightning.report import Arm, Measure, Result, Stop, Timing, read_curves, write_metrics
+from softs_lightning.report.run import RESULTS, write_report
+from softs_lightning.stopwatch import Stopwatch
 from softs_lightning.teacher import Teacher
 
 __all__ = ["run_recipe"]
 
-FILES = {
-    "student.ckpt": "the distilled student (of several, the first) of the first seed; its own class loads it with load_from_checkpoint",
-    "results.json": "the scores of every seed, for programs",
-    "metrics.csv": "everything that was logged: student, seed, step, metric, value",
-    "curves.png": "the validation curves, mean and range over the seeds",
-    "config.yaml": "the composed config",
-    "logs/": "what Lightning wrote for each student",
-}
+log = logging.getLogger(__name__)
+
+PACKAGES = ("softs-lightning", "torch", "lightning", "transformers", "torchmetrics", "hydra-core")
+"""Whose versions a run notes."""
 
 
-def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = False) -> Result:
+def run_recipe(
+    recipe: DictConfig, *, name: str, directory: Path, sweep: bool = False, command: str = ""
+) -> Result:
     """Run a checked recipe and write what came of it to `directory`.
 
     Args:
@@ -53,16 +52,21 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = 
         name: what the report calls it.
         directory: the run's own folder.
         sweep: whether this is one of several runs of one command.
+        command: what the report says that the run was started with.
 
     Raises:
         Refusal: before any training, when the recipe cannot work.
         Failure: when the teacher scores no better than the student alone.
     """
+    began, clock = datetime.datetime.now().astimezone(), time.monotonic()
     if sweep:
         _refuse_processes(recipe)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     title, trained = name, arms(recipe)
+    _loggers(
+        recipe, directory, ALONE, recipe.seeds[0]
+    )  # one that cannot be made is refused before any training
     plans = {name: _examine(arm, name) for name, arm in trained.items()}
     measures = _measures(recipe)
     teacher = _teacher(recipe)
@@ -71,27 +75,43 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = 
     _say(f"teacher: {measures[0].name} {ceiling[measures[0].name]:.4g}")
 
     found: list[Arm] = []
+    likeness: Likeness | None = None
+    watch = Stopwatch()
+    timed: str | None = None
     for number, (name, arm) in enumerate(trained.items()):
-        scores, size = [], 0
+        scores, size, flops = [], 0, None
         for position, seed in enumerate(seeds, start=1 + number * len(seeds)):
             _say(f"student {name}, seed {seed} ({position} of {len(trained) * len(seeds)})")
             keep = number == 1 and seed == seeds[0]
-            student, data = _train(arm, seed, name, directory, keep=keep)
+            watched: list[L.Callback] = []
+            if timed is None and plans[name]:
+                timed, watched = name, [watch]
+            student, data = _train(arm, seed, name, directory, keep=keep, further=watched)
             scores.append(_scores(arm, student, data, teacher))
             size = parameters(student)
+            if seed == seeds[0]:
+                likeness = likeness or _likeness(trained, teacher, data, seed)
+                flops = likeness.add(name, student)
         stops = tuple(Stop(plan.cost.stop, plan.cost.saved) for plan in plans[name])
-        found.append(Arm(name, tuple(scores), size, stops))
+        found.append(Arm(name, tuple(scores), size, stops, flops))
         if name == ALONE:
             _refuse_poor_teacher(measures[0], ceiling, found[0])
 
-    result = Result(title, measures, seeds, ceiling, parameters(teacher), tuple(found))
-    _write(recipe, result, directory)
+    assert likeness is not None
+    result = Result(title, measures, seeds, ceiling, parameters(teacher), tuple(found), likeness.flops)
+    timing = watch.timing(timed, seeds[0]) if timed is not None else None
+    about = _about(recipe, command, began, time.monotonic() - clock)
+    _write(recipe, result, likeness, timing, about, directory)
     return result
 
 
 @rank_zero_only
 def _say(text: str) -> None:
+    """Say it on the terminal, and in the run's log with the time."""
     print(text, flush=True)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(log.makeRecord(log.name, logging.INFO, "", 0, text, (), None))
 
 
 def _refuse_processes(recipe: DictConfig) -> None:
@@ -140,7 +160,13 @@ def _teacher(recipe: DictConfig) -> nn.Module:
 
 
 def _train(
-    recipe: DictConfig, seed: int, arm: str, directory: Path, *, keep: bool
+    recipe: DictConfig,
+    seed: int,
+    arm: str,
+    directory: Path,
+    *,
+    keep: bool,
+    further: Sequence[L.Callback] = (),
 ) -> tuple[L.LightningModule, L.LightningDataModule]:
     """The student after training, and its data. The same seed gives every arm the same weights and batches."""
     recipe = recipe.copy()
@@ -151,12 +177,18 @@ def _train(
     callbacks = build_callbacks(recipe)
     if arm == ALONE:
         callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
-    logger = CSVLogger(directory / "logs", name=arm, version=str(seed))
-    trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, logger=logger)
+    loggers = _loggers(recipe, directory, arm, seed) or False
+    trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=[*callbacks, *further], logger=loggers)
     trainer.fit(student, datamodule=data)
     if keep:
         trainer.save_checkpoint(directory / "student.ckpt", weights_only=True)
     return student, data
+
+
+def _loggers(recipe: DictConfig, directory: Path, arm: str, seed: int) -> list[Logger]:
+    """The recipe's loggers for one student; those set to null are left out."""
+    place = {"save_dir": str(directory / "logs"), "name": arm, "version": str(seed)}
+    return [build(node, f"logger.{key}", **place) for key, node in recipe.logger.items() if node]
 
 
 def _measures(recipe: DictConfig) -> tuple[Measure, ...]:
@@ -201,16 +233,59 @@ def _refuse_poor_teacher(measure: Measure, ceiling: Mapping[str, float], alone: 
         )
 
 
+def _likeness(
+    trained: Mapping[str, DictConfig], teacher: nn.Module, data: L.LightningDataModule, seed: int
+) -> Likeness:
+    """What compares the students with the teacher, fed as the first distillation feeds it."""
+    distilling = (
+        callback
+        for arm in trained.values()
+        for callback in build_callbacks(arm)
+        if isinstance(callback, DistillationCallback)
+    )
+    first = next(distilling, None)
+    if first is None:
+        return Likeness(teacher, data, seed=seed)
+    logits = any(hasattr(pair.loss, "temperature") for pair in first.pairs)
+    return Likeness(teacher, data, seed=seed, inputs=first.teacher.inputs, logits=logits)
+
+
+def _about(recipe: DictConfig, command: str, began: datetime.datetime, seconds: float) -> dict[str, Any]:
+    """How the run came about, for whoever wants to repeat it."""
+    minutes, rest = divmod(round(seconds), 60)
+    return {
+        "command": command,
+        "started": began.isoformat(timespec="seconds"),
+        "took": f"{minutes} min {rest} s",
+        "machine": f"{platform.system()} {platform.machine()}, {_device()}",
+        "threads": recipe.threads if recipe.threads is not None else torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 @rank_zero_only
-def _write(recipe: DictConfig, result: Result, directory: Path) -> None:
-    curves = read_curves(directory / "logs")
-    write_metrics(curves, directory / "metrics.csv")
-    figure = draw_curves(curves, title=f"{result.recipe}: student alone and distilled")
-    figure.savefig(directory / "curves.png", dpi=120)
-    (directory / "results.json").write_text(result.to_json(), encoding="utf-8")
+def _write(
+    recipe: DictConfig,
+    result: Result,
+    likeness: Likeness,
+    timing: Timing | None,
+    about: Mapping[str, Any],
+    directory: Path,
+) -> None:
+    write_metrics(read_curves(directory / "logs"), directory / "metrics.csv")
     OmegaConf.save(recipe, directory / "config.yaml", resolve=True)
-    (directory / "report.md").write_text(result.markdown(files=FILES), encoding="utf-8")
-    print(f"\n{result.table()}\n")
-    for sentence in (*result.stops(), *result.verdicts()):
-        print(sentence)
-    print(f"Report, student, curves: {directory}")
+    (directory / "similarity.json").write_text(likeness.found.to_json(), encoding="utf-8")
+    if timing is not None:
+        (directory / "timing.json").write_text(timing.to_json(), encoding="utf-8")
+    (directory / "run.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    # Last: a folder with results is a whole run.
+    (directory / RESULTS).write_text(result.to_json(), encoding="utf-8")
+    write_report(directory)
+    _say(f"\n{result.table()}\n")
+    for sentence in (*result.stops(), *result.verdicts(), *likeness.found.reasons()):
+        _say(sentence)
+    _say(f"Report, student, curves: {directory}")

@@ -91,7 +91,15 @@ def examine(recipe: DictConfig) -> Examination:
 
 def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
     """The recipe's callbacks, those set to null left out."""
-    return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
+    try:
+        return [build(node, f"callbacks.{key}") for key, node in recipe.callbacks.items() if node is not None]
+    except Refusal:
+        # Callbacks are built with what they refer to: say which part of that it is.
+        for name, loss in (recipe.get("losses") or {}).items():
+            build(loss, f"losses.{name}")
+        for number, pair in enumerate(recipe.pairs):
+            build(pair, f"pairs.{number}")
+        raise
 
 
 def distils(recipe: DictConfig) -> bool:

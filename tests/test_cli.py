@@ -89,6 +89,18 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str], code: int)
         ),
         (["explain", "teacher.module._target_=softs_lightning.recipes.digits.Nobody"], "Nobody"),
         (["explain", "+teacher.module.depth=3"], "unexpected keyword argument 'depth'"),
+        (
+            ["explain", "+losses.scores.temprature=3"],
+            "losses.scores (softs_lightning.losses.KLDivergence): TypeError: KLDivergence.__init__() got an unexpected "
+            "keyword argument 'temprature'. Did you mean temperature?",
+        ),
+        (
+            ["loss@losses.scores=generalized_jsd", "losses.scores.bta=3"],
+            "no option 'losses.scores.bta'. Did you mean losses.scores.beta",
+        ),
+        (["loss@losses.scor=mse"], "no option 'loss@losses.scor'. Did you mean losses.scores?"),
+        (["logger=tensorbord"], "Could not find 'logger/tensorbord'"),
+        (["report", "nowhere"], "There is no folder nowhere."),
     ],
 )
 def test_a_wrong_request_gets_one_message(
@@ -120,9 +132,8 @@ def test_the_traceback_can_be_asked_for() -> None:
 def test_help_names_every_command_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(
-        word in out for word in ("explain", "recipes", "--config-dir", "digits", "sentence-embeddings")
-    )
+    words = ("explain", "recipes", "report FOLDER", "--config-dir", "digits", "sentence-embeddings")
+    assert all(word in out for word in words)
 
 
 def test_show_prints_what_copy_writes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +229,7 @@ def test_a_teacher_no_better_than_the_student_fails_loudly(capfd: pytest.Capture
         ),
         (["trainer.precision=half"], "trainer (lightning.Trainer): ValueError: Precision 'half' is invalid"),
         (["trainer.devices=0"], "trainer (lightning.Trainer): MisconfigurationException"),
+        (["logger.csv._target_=nowhere.Logger"], "logger.csv (nowhere.Logger): "),
         (["teacher.cache_dir=folder/file"], "The teacher cannot be kept in folder/file"),
     ],
 )

@@ -15,6 +15,10 @@ from softs_lightning.compose import WRITE_NOTHING, compose
 from softs_lightning.config import Refusal, build, check, nearest
 
 
+def number(*, real: float = 0.0, imag: float = 0.0) -> complex:
+    return complex(real, imag)
+
+
 def composed(*arguments: str) -> Any:
     seen: list[Any] = []
     compose([*arguments, *WRITE_NOTHING], seen.append)
@@ -114,13 +118,43 @@ def test_callbacks_are_named(digits: dict[str, Any]) -> None:
     assert "'callbacks' must be named callbacks" in refusal({**digits, "callbacks": [1]})
 
 
+@pytest.mark.parametrize("logger", [[1], None, "csv"])
+def test_loggers_are_named(digits: dict[str, Any], logger: Any) -> None:
+    assert "'logger' must be named loggers" in refusal({**digits, "logger": logger})
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("csv", ["csv"]), ("tensorboard", ["tensorboard"]), ("both", ["csv", "tensorboard"])],
+)
+def test_the_logger_group_names_what_it_adds(choice: str, names: list[str]) -> None:
+    assert sorted(composed(f"logger={choice}").logger) == names
+
+
 def test_an_unresolved_reference_is_refused(digits: dict[str, Any]) -> None:
-    assert "not complete" in refusal({**digits, "student": {"_target_": "x", "width": "${widht}"}})
+    assert refusal({**digits, "student": {"_target_": "x", "width": "${widht}"}}) == (
+        "The recipe is not complete: student.width: Interpolation key 'widht' not found"
+    )
+
+
+def test_an_argument_without_a_value_is_named(digits: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as raised:
+        check(composed("loss@losses.scores=vid"))
+    assert str(raised.value) == (
+        "The recipe is not complete: losses.scores.student_features has no value yet. "
+        "Give it one: losses.scores.student_features=..."
+    )
+
+
+def test_a_recipe_in_the_wrong_place_is_told_how_to_begin(digits: dict[str, Any]) -> None:
+    assert "must begin with the line '# @package _global_'" in refusal({**digits, "recipe": {"seeds": [1]}})
 
 
 def test_build_says_where_and_why() -> None:
     with pytest.raises(Refusal, match=r"student \(builtins.complex\): TypeError: .*'imaginary'"):
         build(OmegaConf.create({"_target_": "builtins.complex", "imaginary": 1}), "student")
+    with pytest.raises(Refusal, match=r"unexpected keyword argument 'imga'. Did you mean imag\?"):
+        build(OmegaConf.create({"_target_": "tests.test_config.number", "imga": 1}), "student")
     with pytest.raises(Refusal, match=r"data \(nowhere.Data\): .*nowhere"):
         build(OmegaConf.create({"_target_": "nowhere.Data"}), "data")
 
@@ -135,6 +169,7 @@ def test_build_hands_over_plain_containers() -> None:
 def test_nearest_names_close_ones_or_all() -> None:
     assert nearest("digit", ["digits", "other"]) == "Did you mean digits?"
     assert nearest("zzz", ["b", "a"]) == "There are: a, b."
+    assert nearest("zzz", []) == "There are none."
 
 
 def test_arms_change_the_recipe_and_leave_it_as_it_is(digits: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,13 @@ from softs_lightning.report import (
     Measure,
     Result,
     Stop,
+    draw_curve,
     draw_curves,
     read_curves,
+    read_metrics,
     write_metrics,
 )
+from softs_lightning.report.style import colours
 
 ACCURACY = Measure("test accuracy", "%")
 LOSS = Measure("nats", "", lower=True)
@@ -161,6 +166,21 @@ def test_json_gives_the_result_back() -> None:
     assert Result.from_json(result((80.0,), (95.0,)).to_json()) == result((80.0,), (95.0,))
 
 
+def test_operations_are_kept_and_older_results_have_none() -> None:
+    found = both_measures()
+    counted = replace(found, teacher_flops=9, arms=(replace(found.arms[0], flops=5), found.arms[1]))
+    assert Result.from_json(counted.to_json()) == counted
+    old = json.loads(found.to_json())
+    del old["teacher_flops"], old["arms"][0]["flops"], old["arms"][1]["flops"]
+    assert Result.from_json(json.dumps(old)) == found
+
+
+def test_a_bar_in_a_name_does_not_break_the_table() -> None:
+    assert "| student a\\|b |" in replace(
+        result((1.0,), (2.0,)), arms=(arm("alone", (1.0,)), arm("a|b", (2.0,)))
+    ).markdown(files={})
+
+
 @pytest.fixture
 def curves(tmp_path: Path) -> Curves:
     for arm, base in (("alone", 10), ("distilled", 20)):
@@ -212,6 +232,34 @@ def test_the_picture_shows_mean_and_range_of_validation_metrics(curves: Curves, 
     assert (heights.min(), heights.max()) == (20.0, 22.0)
     figure.savefig(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_metrics_is_read_back(curves: Curves, tmp_path: Path) -> None:
+    write_metrics(curves, tmp_path / "metrics.csv")
+    assert read_metrics(tmp_path / "metrics.csv") == curves
+
+
+def test_names_are_drawn_as_they_are_written_and_bad_numbers_do_no_harm(tmp_path: Path) -> None:
+    points = [(0, 1.0), (1, float("inf")), (2, float("nan")), (3, 2.0)]
+    drawn = draw_curve({"cost_in_$^": {"a$b^$": {0: points, 1: points}}}, "cost_in_$^")
+    drawn.savefig(tmp_path / "a.png")
+    assert drawn.axes[0].get_ylabel() == r"cost in \$^"
+    assert drawn.legends[0].get_texts()[0].get_text() == r"student a\$b^\$"
+
+
+def test_an_arm_has_the_same_colour_in_every_picture(curves: Curves) -> None:
+    arms = ["alone", "other", "distilled"]
+    one = draw_curve(curves, "val_accuracy", arms=arms)
+    alone, distilled = one.axes[0].lines
+    assert (alone.get_color(), distilled.get_color()) == ("#767676", colours(arms)["distilled"])
+    assert len(set(colours([f"way {n}" for n in range(7)]).values())) == 7
+
+
+def test_the_legend_covers_no_data(curves: Curves) -> None:
+    drawn = draw_curve(curves, "val_accuracy")
+    drawn.draw_without_rendering()
+    (legend,), (axes,) = drawn.legends, drawn.axes
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
 
 
 def test_without_validation_metrics_the_others_are_drawn(curves: Curves) -> None:

@@ -1,35 +1,15 @@
-"""What a run found: the table, the verdict, the files."""
+"""What a run found: scores by seed, what they come to, and whether that is more than luck."""
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from softs_lightning.config import ALONE
-
-__all__ = [
-    "Arm",
-    "Curves",
-    "Measure",
-    "Result",
-    "Stop",
-    "draw_curves",
-    "read_curves",
-    "write_metrics",
-]
-
-Curves = dict[str, dict[str, dict[int, list[tuple[int, float]]]]]
-"""metric → arm → seed → [(step, value), ...]"""
+__all__ = ["Arm", "Measure", "Result", "Row", "Stop", "markdown_table", "operations"]
 
 Row = tuple[str, ...]
-GREY = "#888888"
 
 
 @dataclass(frozen=True)
@@ -76,12 +56,21 @@ class Stop:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train the student: its scores, a mapping from measure to value for each seed, and its size."""
+    """One way to train the student.
+
+    Attributes:
+        name: as the recipe calls it.
+        scores: for each seed a mapping from measure to value.
+        parameters: of the student.
+        stops: where each of its teachers stops.
+        flops: floating point operations of the student's forward for one sample, where they could be counted.
+    """
 
     name: str
     scores: tuple[Mapping[str, float], ...]
     parameters: int
     stops: tuple[Stop, ...] = ()
+    flops: int | None = None
 
     def of(self, measure: Measure) -> tuple[float, ...]:
         """The scores by one measure, seed by seed."""
@@ -112,6 +101,7 @@ class Result:
     teacher: Mapping[str, float]
     teacher_parameters: int
     arms: tuple[Arm, ...]
+    teacher_flops: int | None = None
 
     @property
     def alone(self) -> Arm:
@@ -202,21 +192,17 @@ class Result:
         ]
         return "\n".join(line.rstrip() for line in lines)
 
-    def markdown(self, *, files: Mapping[str, str]) -> str:
-        """The report as Markdown; `files` says what stands beside it."""
+    def markdown(self, *, files: Mapping[str, str], sections: Sequence[str] = ()) -> str:
+        """The report as Markdown; `sections` stand below the tables, `files` says what stands beside it."""
         header, *rows = self.rows()
-        seeds = (
-            f"Mean ± standard deviation over {len(self.seeds)} seeds." if len(self.seeds) > 1 else "One seed."
-        )
-        lower = [measure.name for measure in self.measures if measure.lower]
         lines = [
             f"# {self.recipe}",
             "",
             *self.verdicts(),
             "",
-            *_markdown_table(header, rows),
+            *markdown_table(header, rows),
             "",
-            seeds + (f" Less is better: {', '.join(lower)}." if lower else ""),
+            self.basis(),
             *self.stops(),
             "",
         ]
@@ -225,34 +211,48 @@ class Result:
         for measure in self.measures:
             if len(self.measures) > 1:
                 lines += [f"## {measure.title}", ""]
-            lines += [*self._by_seed(measure), ""]
+            lines += [*markdown_table(*self.by_seed(measure)), ""]
+        lines += [line for section in sections for line in (section, "")]
         return "\n".join([*lines, *(f"- `{name}`: {what}" for name, what in files.items()), ""])
 
+    def basis(self) -> str:
+        """What stands behind the numbers, and which measures point down."""
+        count = len(self.seeds)
+        seeds = f"Mean ± standard deviation over {count} seeds." if count > 1 else "One seed."
+        lower = [measure.name for measure in self.measures if measure.lower]
+        return seeds + (f" Less is better: {', '.join(lower)}." if lower else "")
+
+    def mark(self, arm: Arm, measure: Measure | None = None) -> str:
+        """In two words whether a gain is more than luck."""
+        return {True: "clear", False: "NOT clear", None: "one seed"}[self.clear(arm, measure)]
+
+    def gain_text(self, arm: Arm, measure: Measure | None = None) -> str:
+        """The gain and whether it is clear, as a cell of a table."""
+        measure = measure or self.headline
+        return f"{self.gain(arm, measure):+.{measure.digits}f} ({self.mark(arm, measure)})"
+
     def _gains(self) -> Iterator[str]:
-        marks = {True: "clear", False: "NOT clear", None: "one seed"}
         yield "## Gains over the student alone"
         yield ""
-        yield from _markdown_table(
+        yield from markdown_table(
             ("", *(measure.title for measure in self.measures)),
             [
                 (
                     f"student {arm.name}",
-                    *(
-                        f"{self.gain(arm, measure):+.{measure.digits}f} ({marks[self.clear(arm, measure)]})"
-                        for measure in self.measures
-                    ),
+                    *(self.gain_text(arm, measure) for measure in self.measures),
                 )
                 for arm in self.arms[1:]
             ],
         )
 
-    def _by_seed(self, measure: Measure) -> Iterator[str]:
+    def by_seed(self, measure: Measure) -> tuple[Row, list[Row]]:
+        """Header and rows of one measure's scores: a row for each seed, a column for each arm."""
         columns = [arm.of(measure) for arm in self.arms]
         rows = [
             (str(seed), *(f"{score:.{measure.digits}f}" for score in scores))
             for seed, *scores in zip(self.seeds, *columns, strict=True)
         ]
-        yield from _markdown_table(("seed", *(arm.name for arm in self.arms)), rows)
+        return ("seed", *(arm.name for arm in self.arms)), rows
 
     def to_json(self) -> str:
         """The result as JSON, for :meth:`from_json` and for whoever compares runs."""
@@ -274,67 +274,34 @@ class Result:
                     tuple(arm["scores"]),
                     arm["parameters"],
                     tuple(Stop(**s) for s in arm["stops"]),
+                    arm.get("flops"),
                 )
                 for arm in node["arms"]
             ),
+            teacher_flops=node.get("teacher_flops"),
         )
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(header)} |"
+def operations(count: int | None) -> str:
+    """Floating point operations in words; an en dash where they are not known.
+
+    >>> operations(1_234_567), operations(None)
+    ('1.23 MFLOP', '–')
+    """
+    if count is None:
+        return "–"
+    for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} FLOP"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a Markdown table; its first column is text, the others are numbers."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    yield line(header)
     yield "|" + "---|" + "---:|" * (len(header) - 1)
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-
-
-def read_curves(folder: Path) -> Curves:
-    """Collect what Lightning's CSVLogger wrote under `folder`/ARM/SEED/metrics.csv."""
-    curves: Curves = {}
-    for file in sorted(folder.glob("*/*/metrics.csv")):
-        arm, seed = file.parent.parent.name, int(file.parent.name)
-        with file.open(encoding="utf-8", newline="") as lines:
-            for row in csv.DictReader(lines):
-                for metric, value in row.items():
-                    if value and metric not in ("step", "epoch"):
-                        points = curves.setdefault(metric, {}).setdefault(arm, {}).setdefault(seed, [])
-                        points.append((int(row["step"]), float(value)))
-    return curves
-
-
-def write_metrics(curves: Curves, file: Path) -> None:
-    """One long table: student, seed, step, metric, value."""
-    with file.open("w", encoding="utf-8", newline="") as lines:
-        table = csv.writer(lines)
-        table.writerow(("student", "seed", "step", "metric", "value"))
-        for metric, arms in sorted(curves.items()):
-            for arm, seeds in arms.items():
-                for seed, points in sorted(seeds.items()):
-                    table.writerows((arm, seed, step, metric, value) for step, value in points)
-
-
-def draw_curves(curves: Curves, *, title: str) -> Figure:
-    """One panel for each validation metric (for each metric, if no name starts with "val"): mean and range."""
-    chosen = [metric for metric in sorted(curves) if metric.startswith("val")] or sorted(curves)
-    arms = sorted({arm for seen in curves.values() for arm in seen if arm != ALONE})
-    # Not through pyplot: no display and no global state is touched.
-    figure = Figure(figsize=(6.4 * max(1, len(chosen)), 4.2), layout="constrained")
-    figure.suptitle(title)
-    for index, metric in enumerate(chosen, start=1):
-        axes = figure.add_subplot(1, max(1, len(chosen)), index)
-        for arm, seeds in sorted(curves[metric].items(), key=lambda item: item[0] != ALONE):
-            colour = GREY if arm == ALONE else f"C{arms.index(arm) % 10}"
-            _band(axes, seeds, label=f"student {arm}", colour=colour)
-        axes.set(xlabel="step", ylabel=metric.replace("_", " "))
-        axes.grid(alpha=0.3)
-        axes.legend()
-    return figure
-
-
-def _band(axes: Any, seeds: Mapping[int, Sequence[tuple[int, float]]], *, label: str, colour: str) -> None:
-    by_step: dict[int, list[float]] = {}
-    for points in seeds.values():
-        for step, value in points:
-            by_step.setdefault(step, []).append(value)
-    steps = sorted(by_step)
-    axes.plot(steps, [statistics.fmean(by_step[step]) for step in steps], label=label, color=colour)
-    low, high = ([pick(by_step[step]) for step in steps] for pick in (min, max))
-    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    yield from map(line, rows)
