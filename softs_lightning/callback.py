@@ -25,12 +25,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
-from softs_lightning.auxiliary import Auxiliary, enrol, weights
+from softs_lightning.auxiliary import Auxiliary, enrol, restore, weights
 from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
+from softs_lightning.sharding import (
+    is_sharding,
+    loads_plain_checkpoints,
+    mesh_of,
+    saves_after_the_fit,
+    spread,
+)
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
@@ -229,6 +236,8 @@ class DistillationCallback(Callback):
                 bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
+            if is_sharding(trainer):
+                spread(bound, mesh_of(pl_module), trainer)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
                 Auxiliary.put(pl_module, self.name, bound)
                 self._attached.undo(lambda: Auxiliary.remove(pl_module, self.name))
@@ -242,6 +251,9 @@ class DistillationCallback(Callback):
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._attached.closing_on_error():
             enrol(pl_module, trainer.optimizers)
+            if is_sharding(trainer):
+                loads_plain_checkpoints(trainer, pl_module, self._attached)
+                saves_after_the_fit(trainer, pl_module)
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
@@ -354,6 +366,9 @@ class DistillationCallback(Callback):
             self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if is_sharding(trainer):
+            # Gathering what was learned would wait for ranks that may be gone.
+            self._settled, self._learned_with = True, None
         self._close()
 
     def _close(self) -> None:
@@ -390,7 +405,8 @@ class DistillationCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
-        self._keep_learned()
+        if not any(hasattr(p, "full_tensor") for b in self._bound or () for p in b.parameters()):
+            self._keep_learned()  # shards would have to be gathered, and one rank alone may be copying
         return {
             **self.__dict__,
             "_attached": None,
@@ -447,4 +463,4 @@ def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:
             f"the saved projectors of the distillation {name!r} are those of other pairs: {', '.join(sorted(unlike))} "
             "differ. Resume with the pairs that the checkpoint was written with"
         )
-    bound.load_state_dict(dict(learned))
+    restore(bound, learned)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.auxiliary import local
 from softs_lightning.balancing import Balance
 from softs_lightning.capture import Capture
 from softs_lightning.catcher import ModelIOCatcher
@@ -188,7 +189,7 @@ class Distillation:
         if idle and not terms and self.balance is not None:
             idle.append(self.balance)
         for parameter in (p for module in idle for p in module.parameters() if p.requires_grad):
-            nothing = (parameter * 0).sum()
+            nothing = (local(parameter) * 0).sum()
             total = nothing if total is None else total + nothing
         return total
 
