@@ -29,6 +29,7 @@ from softs_lightning.auxiliary import Auxiliary, enrol, restore, weights
 from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
+from softs_lightning.placement import is_spread, prove_equal_batches
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
 from softs_lightning.sharding import (
@@ -58,6 +59,8 @@ class DistillationCallback(Callback):
         early_exit: stop the teacher's forward when the last product is captured.
         teacher_dtype: run the teacher in this floating point type, whatever the precision of the
             training is; by default the trainer's precision applies to it as to the student.
+        placement: where the teacher lies: ``"replicated"``, ``"sharded"`` over the ranks or on the ``"cpu"``, see
+            :mod:`softs_lightning.placement`.
         compile_teacher: compile the teacher's part before the exit as one graph; a string names the
             backend of ``torch.compile``.
         store: a folder of products on disk: what is there is read, what is missing the teacher supplies
@@ -122,6 +125,7 @@ class DistillationCallback(Callback):
         early_exit: bool = True,
         teacher_dtype: torch.dtype | str | None = None,
         compile_teacher: bool | str = False,
+        placement: str = "replicated",
         store: str | os.PathLike[str] | None = None,
         every_n_steps: int = 1,
         manual: bool = False,
@@ -142,11 +146,11 @@ class DistillationCallback(Callback):
 
             self.teacher: Teacher = StoredTeacher(None, store, inputs=teacher_inputs)
         elif isinstance(teacher, Teacher):
-            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher
-            if given != (None, True, False, None, False):
+            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher, placement
+            if given != (None, True, False, None, False, "replicated"):
                 raise ValueError(
-                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy) goes "
-                    "to the Teacher that you pass"
+                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy, "
+                    "placement) goes to the Teacher that you pass"
                 )
             self.teacher = teacher
         else:
@@ -157,6 +161,7 @@ class DistillationCallback(Callback):
                 copy=copy,
                 dtype=teacher_dtype,
                 compile=compile_teacher,
+                placement=placement,
             )
         if store is not None and teacher is not None:
             from softs_lightning.store import StoredTeacher
@@ -279,7 +284,8 @@ class DistillationCallback(Callback):
         module = self.teacher.module
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
-        return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+        placed = "" if self.teacher.placement == "replicated" else f", {self.teacher.placement}"
+        return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen{placed}. {pairs}"
 
     def distillation_loss(self, batch: Any) -> Tensor:
         """The weighted sum of the terms, for a ``training_step`` that optimizes manually (``manual=True``).
@@ -312,6 +318,7 @@ class DistillationCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.inspect(getattr(trainer.train_dataloader, "dataset", None))
+        self._prove_equal_batches([trainer.num_training_batches], "training")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.commit()
@@ -327,6 +334,14 @@ class DistillationCallback(Callback):
                 f"{type(pl_module).__name__} optimizes manually and its training_step never called "
                 f"distillation_loss(batch) of the distillation {self.name!r}, so nothing was distilled in this epoch"
             )
+
+    def _prove_equal_batches(self, counts: Sequence[float], what: str) -> None:
+        if self.teacher.placement == "sharded" and is_spread():
+            prove_equal_batches(counts, what)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation is not None:
+            self._prove_equal_batches(trainer.num_val_batches, "validation")
 
     def on_validation_batch_start(
         self,

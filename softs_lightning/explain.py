@@ -54,6 +54,7 @@ class Plan:
     cost: Cost
     ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
+    placement: str = "replicated"
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,15 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
     captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
         ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
-    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
+    return Plan(
+        callback.name,
+        name,
+        size,
+        seen.cost,
+        seen.ran,
+        tuple(zip(pairs, theirs, ours, strict=True)),
+        callback.teacher.placement,
+    )
 
 
 @contextmanager
@@ -156,7 +165,8 @@ def explain_recipe(recipe: DictConfig) -> str:
     seen = examine(recipe)
     lines = [f"student  {seen.student}, {seen.student_parameters:,} parameters"]
     for plan in seen.plans:
-        lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", ""]
+        where = "" if plan.placement == "replicated" else f", placement {plan.placement}"
+        lines += [f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters{where}", ""]
         for pair, theirs, ours in plan.pairs:
             lines += [_headline(pair), *_columns(theirs, ours), ""]
         lines += [_stop(plan.cost), _how(plan.ran)]

@@ -92,7 +92,9 @@ def spread(bound: nn.ModuleList, mesh: DeviceMesh, trainer: Trainer) -> None:
                 f"{what} has the scalar parameter {scalars[0]!r}, and FSDP2 shards none: make it a tensor of shape [1]"
             )
         # What a student that computes in half precision gives is taken in the projector's own.
-        own: Any = MixedPrecisionPolicy(param_dtype=parameters[0][1].dtype) if converts else MixedPrecisionPolicy()
+        own: Any = (
+            MixedPrecisionPolicy(param_dtype=parameters[0][1].dtype) if converts else MixedPrecisionPolicy()
+        )
         # Sharded again after each forward, so that outside of it the parameters are always the sharded ones.
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=own)
 
