@@ -1,6 +1,6 @@
 """Trainings with a sharded student or a teacher in another place, for one process or several.
 
-Usage: torchrun ... run_sharded.py OUT SCENARIO[,SCENARIO...]
+Usage: torchrun ... -m tests.ddp.run_sharded OUT SCENARIO[,SCENARIO...]
 Each rank writes OUT/SCENARIO.rankN.pt: the whole weights, the projectors, what was logged, or the error.
 """
 
@@ -29,7 +29,7 @@ from softs_lightning.losses import LinearCEKL, LinearJSD, LinearKL
 from softs_lightning.schedules import Between
 from tests.ddp.run import Data
 
-SHARDED = {"layers", "each", "root"}
+SHARDED = {"layers", "each", "nested", "root"}
 
 
 class Student(L.LightningModule):
@@ -48,7 +48,7 @@ class Student(L.LightningModule):
             for layer in self.layers():
                 fully_shard(layer, mesh=mesh)
         if self.shards != "each":
-            fully_shard(self if self.shards == "root" else self.net, mesh=mesh)
+            fully_shard(self.net if self.shards == "layers" else self, mesh=mesh)
 
     def layers(self) -> list[nn.Module]:
         return [self.net[0], self.net[2]]
@@ -190,7 +190,7 @@ ALIKE = {
     "fsdp-scheduled": Scenario(pairs=lambda: pairs(Between(2, 5))),
     "fsdp-balanced": Scenario(options={"balance": GradientBalance(momentum=0.5)}),
     "fsdp-uncertain": Scenario(options={"balance": UncertaintyBalance()}),
-    "fsdp-side": Scenario(student=Aside, pairs=side_pairs),
+    "fsdp-side": Scenario("nested", student=Aside, pairs=side_pairs),
     "fsdp-heads": replace(HEADS, shards="each", options={**HEADS.options, **SPREAD}),
     "ddp-heads": replace(HEADS, shards="ddp", options={**HEADS.options, **SPREAD}),
     "ddp-sharded": Scenario("ddp", options={**SPREAD, "validate": True}, trainer=VALIDATED),
