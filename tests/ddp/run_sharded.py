@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -118,6 +119,31 @@ class Unlike(Data):
         return DataLoader(loader.dataset, batch_size=4, sampler=range(4 * (1 + rank)))
 
 
+class Watch(L.Callback):
+    """Looks after each step whether the teacher's parameters are whole, and how many numbers lie on this rank."""
+
+    def __init__(self, distillation: DistillationCallback) -> None:
+        self.distillation = distillation
+        self.whole: set[bool] = set()
+        self.share = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        module = self.distillation.teacher.module
+        assert module is not None
+        parameters = list(module.parameters())
+        self.whole |= {not isinstance(p, DTensor) for p in parameters}
+        here = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        self.share = sum(p.numel() for p in here) / sum(p.numel() for p in parameters)
+
+
+class Fail(L.Callback):
+    """One rank fails in mid-run."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8 and trainer.global_rank == 1:
+            raise ZeroDivisionError("on one rank only")
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,9 +166,7 @@ def make_head_teacher() -> nn.Module:
 
 def pairs(weight: Any = 0.5, projector: Any = "linear") -> list[Pair]:
     return [
-        Pair(
-            "outputs[1]", "outputs[net.1]", nn.MSELoss(), weight=weight, projector=projector, name="hidden"
-        ),
+        Pair("outputs[1]", "outputs[net.1]", nn.MSELoss(), weight=weight, projector=projector, name="hidden"),
         Pair("outputs[2]", "outputs[net.2]", nn.MSELoss(), name="logits"),
     ]
 
@@ -181,7 +205,9 @@ class Scenario:
 
 VALIDATED: dict[str, Any] = {"limit_val_batches": 1.0}
 SPREAD: dict[str, Any] = {"placement": "sharded"}
-HEADS = Scenario(student=Tokens, teacher=make_head_teacher, pairs=head_pairs, options={"teacher_inputs": two_tokens})
+HEADS = Scenario(
+    student=Tokens, teacher=make_head_teacher, pairs=head_pairs, options={"teacher_inputs": two_tokens}
+)
 ALIKE = {
     "fsdp": Scenario(options={"validate": True}, trainer=VALIDATED),
     "fsdp-each": Scenario("each", options=SPREAD),
@@ -206,6 +232,8 @@ REFUSED = {
     "unlike": Scenario("ddp", data=Unlike, options={**SPREAD, "validate": True}, trainer=VALIDATED),
 }
 SCENARIOS = {**ALIKE, **REFUSED}
+"""What one launch trains."""
+FAILING = {"failing": ALIKE["fsdp"]}
 
 
 def strategy_of(scenario: Scenario) -> Any:
@@ -245,13 +273,17 @@ def train(name: str, scenario: Scenario, out: Path, checkpoint: Any = None) -> d
             enable_model_summary=False,
             callbacks=[
                 callback,
+                watch := Watch(callback),
                 L.pytorch.callbacks.ModelCheckpoint(out / name, filename="{epoch}", save_top_k=-1),
+                *([Fail()] if name == "failing" else []),
             ],
             **options,
         )
         before = [(p, p.requires_grad, p.clone()) for p in teacher.parameters()]
         try:
-            trainer.fit(student, datamodule=scenario.data(), ckpt_path=checkpoint, weights_only=checkpoint and True)
+            trainer.fit(
+                student, datamodule=scenario.data(), ckpt_path=checkpoint, weights_only=checkpoint and True
+            )
         except (MisconfigurationException, RuntimeError) as error:
             return {"error": str(error)}
         after = list(teacher.parameters())
@@ -261,6 +293,7 @@ def train(name: str, scenario: Scenario, out: Path, checkpoint: Any = None) -> d
         "student": {key: whole(value) for key, value in student.state_dict().items()},
         **callback.state_dict(),
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items() if "/val/" in key},
+        "teacher": {"whole": sorted(watch.whole), "share": watch.share},
         "left": [key for key, _ in student.named_children()],
         "given back": all(
             one is now and one.requires_grad == flag and torch.equal(one, value)
@@ -277,7 +310,7 @@ def whole(value: Any) -> Tensor:
 def main(out: str, names: str) -> None:
     torch.set_num_threads(1)
     for name in names.split(","):
-        scenario = SCENARIOS[name]
+        scenario = {**SCENARIOS, **FAILING}[name]
         resumed = None if scenario.resumes is None else Path(out) / scenario.resumes
         result = train(name, scenario, Path(out), resumed)
         torch.save(result, Path(out) / f"{name}.rank{os.environ['RANK']}.pt")

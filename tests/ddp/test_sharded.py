@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.ddp import run_sharded
 from tests.ddp.run_sharded import ALIKE, SCENARIOS, train
-from tests.ddp.test_ddp import assert_equal, finish, launch
+from tests.ddp.test_ddp import assert_equal, finish, launch, output_of
 
 pytestmark = [
     pytest.mark.ddp,
@@ -25,13 +27,17 @@ Single = Callable[[str], dict[str, Any]]
 PLAIN = ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
 
 
+def two_processes(out: Path, scenarios: Iterable[str]) -> subprocess.Popen[str]:
+    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    root = Path(run_sharded.__file__).parents[2]
+    return launch(*agent, "-m", run_sharded.__name__, str(out), ",".join(scenarios), cwd=root)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trainings on two processes, in one launch; the folder of what they wrote."""
     out = tmp_path_factory.mktemp("two")
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    root = Path(run_sharded.__file__).parents[2]
-    finish(launch(*agent, "-m", run_sharded.__name__, str(out), ",".join(SCENARIOS), cwd=root))
+    finish(two_processes(out, SCENARIOS))
     return out
 
 
@@ -54,6 +60,27 @@ def test_two_processes_equal_one_on_the_union_batch(name: str, single: Single, t
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
         assert found["given back"]
         assert found["left"] == expected["left"]
+
+
+@pytest.mark.parametrize(("name", "whole", "most"), [("ddp-sharded", [False], 0.7), ("ddp-cpu", [True], 1.0)])
+def test_between_steps_each_rank_holds_its_share_of_the_teacher(
+    name: str, whole: list[bool], most: float, two: Path
+) -> None:
+    """Also where each forward stopped in the middle, with layers gathered and not yet freed."""
+    for found in read(two, name):
+        assert found["teacher"]["whole"] == whole
+        assert found["teacher"]["share"] <= most
+
+
+def test_a_rank_that_fails_ends_the_others_and_its_checkpoint_resumes(single: Single, tmp_path: Path) -> None:
+    start = time.monotonic()
+    process = two_processes(tmp_path, ["failing"])
+    output = output_of(process, 120)
+    assert process.returncode != 0
+    assert "on one rank only" in output
+    assert time.monotonic() - start < 110  # the timeout of a collective that waits for the dead is 30 minutes
+    saved = tmp_path / "failing" / "epoch=0.ckpt"
+    assert_equal(train("resumed", ALIKE["fsdp"].alone(), tmp_path, saved), single("fsdp"), 1e-12)
 
 
 def test_the_trainings_that_are_compared_differ_from_each_other(single: Single) -> None:
@@ -81,11 +108,6 @@ def test_a_checkpoint_in_a_folder_is_one_of_the_plain_student(two: Path, tmp_pat
     assert all(torch.equal(written["state_dict"][key], expected[key]) for key in PLAIN)
 
 
-def test_one_process_resumes_what_sharded_ones_began(two: Path, single: Single, tmp_path: Path) -> None:
-    scenario = ALIKE["fsdp"].alone()
-    assert_equal(train("resumed", scenario, tmp_path, two / "fsdp" / "epoch=0.ckpt"), single("fsdp"), 1e-12)
-
-
 def test_what_is_saved_after_the_fit_is_what_is_saved_at_its_end(two: Path) -> None:
     last, after = (torch.load(two / name, weights_only=True) for name in ("fsdp/epoch=1.ckpt", "after.ckpt"))
     key = "DistillationCallback{'name': 'distill'}"
@@ -94,9 +116,10 @@ def test_what_is_saved_after_the_fit_is_what_is_saved_at_its_end(two: Path) -> N
         (after["state_dict"], after["callbacks"][key]["projectors"]),
         strict=True,
     ):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
     moments = [written["optimizer_states"][0]["state"] for written in (last, after)]
-    assert moments[0].keys() == moments[1].keys() and len(moments[0]) == 6
+    assert moments[0].keys() == moments[1].keys() == set(range(6))
     assert all(torch.equal(moments[0][i]["exp_avg"], moments[1][i]["exp_avg"]) for i in moments[0])
 
 
