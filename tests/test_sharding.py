@@ -71,6 +71,7 @@ class Picky(Sharded):
 
 
 def fit(student: L.LightningModule, *callbacks: L.Callback, resume: Any = None, **options: Any) -> L.Trainer:
+    options["use_distributed_sampler"] = False
     options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     made = trainer(
         *callbacks, strategy=ModelParallelStrategy(1, 1, save_distributed_checkpoint=False), **options
@@ -164,17 +165,17 @@ def test_resuming_from_a_checkpoint_without_projectors_is_refused(tmp_path: Path
 
 
 def test_two_distillations_share_a_student_and_its_checkpoints(tmp_path: Path) -> None:
-    def callbacks() -> list[L.Callback]:
+    def callbacks(folder: str) -> list[L.Callback]:
         first = DistillationCallback(make_teacher(), [pair()], name="a")
         second = DistillationCallback(make_teacher(5), [pair()], name="b")
-        return [first, second, ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
+        return [first, second, ModelCheckpoint(tmp_path / folder, filename="{epoch}", save_top_k=-1)]
 
     def whole(student: Any) -> list[Tensor]:
         return [p.full_tensor() for p in student.parameters()]
 
     through, resumed = Sharded(), Sharded()
-    fit(through, *callbacks(), max_epochs=2)
-    made = fit(resumed, *callbacks(), max_epochs=2, resume=tmp_path / "epoch=0.ckpt")
+    fit(through, *callbacks("through"), max_epochs=2)
+    made = fit(resumed, *callbacks("resumed"), max_epochs=2, resume=tmp_path / "through" / "epoch=0.ckpt")
     assert all(map(torch.equal, whole(through), whole(resumed)))
     assert "load_checkpoint" not in vars(made.strategy)
     assert sorted(name for name, _ in resumed.named_children()) == ["net"]
