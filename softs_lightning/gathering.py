@@ -40,7 +40,7 @@ class Gathering:
         for (_, item), value in zip(spec, values, strict=True):
             units = self._units(item.name)
             if units and isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(_gather(units))
+                value.register_hook(_gather(units))  # type: ignore[no-untyped-call]
 
     def _units(self, name: str) -> list[Any]:
         if name not in self._around:

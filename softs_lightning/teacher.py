@@ -298,6 +298,13 @@ class Teacher:
     def _in_order(self, module: nn.Module) -> Iterator[None]:
         try:
             yield
+        except RuntimeError as error:
+            if self._sharded and "mixed torch.Tensor and DTensor" in str(error):
+                raise RuntimeError(
+                    f"{type(module).__name__} uses parameters of a layer outside of that layer's forward, where those of "
+                    "a sharded teacher are not whole: use placement='cpu' or 'replicated'"
+                ) from error
+            raise
         finally:
             if self._sharded:
                 after_forward(module)

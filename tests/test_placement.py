@@ -19,6 +19,7 @@ from softs_lightning.explain import explain_recipe
 from softs_lightning.placement import PLACEMENTS, after_forward, prove_equal_batches, shard
 from softs_lightning.product import ProductSpec
 from softs_lightning.store import StoredTeacher
+from tests.architectures import ARCHITECTURES
 from tests.test_config import composed
 from tests.training import hidden, loader, make_student, make_teacher, trainer
 
@@ -179,6 +180,37 @@ def test_a_forward_that_ended_in_the_middle_leaves_nothing_whole() -> None:
         handle.remove()
         with torch.no_grad():
             assert torch.equal(model(x), expected(x))
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_models_of_transformers_compute_the_same_when_sharded(name: str) -> None:
+    model = ARCHITECTURES[name].build().requires_grad_(False)
+    expected, inputs = copy.deepcopy(model), ARCHITECTURES[name].batch()
+    shard(model, torch.device("cpu"))
+    with torch.no_grad():
+        ours, theirs = model(**inputs), expected(**inputs)
+    assert torch.equal(ours[0], theirs[0])
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) > 2
+
+
+class Peeking(Model):
+    """Reads a layer's parameters from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[1].inner[0].weight.sum()  # type: ignore[union-attr,operator,index]
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_model_that_needs_a_layer_whole_all_the_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softs_lightning.teacher.is_spread", lambda: True)
+    given = Peeking()
+    teacher = Teacher(given, placement="sharded", early_exit=False)
+    teacher.place("cpu")
+    with pytest.raises(RuntimeError, match="uses parameters of a layer outside of that layer's forward"):
+        teacher.supply(torch.ones(2, 4), ProductSpec.parse("outputs[.]"))
+    teacher.release()
+    assert not any(isinstance(p, DTensor) for p in given.parameters())
 
 
 @pytest.mark.usefixtures("_group")

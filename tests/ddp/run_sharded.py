@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from softs_lightning import DistillationCallback, Pair
 from softs_lightning.balancing import GradientBalance, UncertaintyBalance
-from softs_lightning.losses import LinearCEKL, LinearJSD, LinearKL
+from softs_lightning.losses import VID, LinearCEKL, LinearJSD, LinearKL
 from softs_lightning.schedules import Between
 from tests.ddp.run import Data
 
@@ -175,6 +175,11 @@ def side_pairs() -> list[Pair]:
     return [*pairs(), Pair("outputs[1]", "outputs[side.1]", nn.MSELoss(), name="side")]
 
 
+def trained_pairs() -> list[Pair]:
+    """A loss with layers of its own."""
+    return [Pair("outputs[1]", "outputs[net.1]", VID(6, 8), name="vid")]
+
+
 def head_pairs() -> list[Pair]:
     heads: dict[str, Any] = {"student_head": "net.2", "teacher_head": "2", "chunk_size": 3}
     losses = [
@@ -216,6 +221,7 @@ ALIKE = {
     "fsdp-scheduled": Scenario(pairs=lambda: pairs(Between(2, 5))),
     "fsdp-balanced": Scenario(options={"balance": GradientBalance(momentum=0.5)}),
     "fsdp-uncertain": Scenario(options={"balance": UncertaintyBalance()}),
+    "fsdp-trained": Scenario("root", pairs=trained_pairs),
     "fsdp-side": Scenario("nested", student=Aside, pairs=side_pairs),
     "fsdp-heads": replace(HEADS, shards="each", options={**HEADS.options, **SPREAD}),
     "ddp-heads": replace(HEADS, shards="ddp", options={**HEADS.options, **SPREAD}),
