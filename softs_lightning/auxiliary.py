@@ -132,7 +132,7 @@ def restore(module: nn.Module, learned: Mapping[str, Tensor]) -> None:
 def local(parameter: Tensor) -> Tensor:
     """What of a parameter lies on this rank; gradients go back through it.
 
-    >>> parameter = nn.Parameter(torch.ones(2))
+    >>> parameter = nn.Linear(2, 2).weight
     >>> local(parameter) is parameter
     True
     """

@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -30,7 +31,7 @@ from softs_lightning.losses import VID, LinearCEKL, LinearJSD, LinearKL
 from softs_lightning.schedules import Between
 from tests.ddp.run import Data
 
-SHARDED = {"layers", "each", "nested", "root"}
+SHARDED = {"layers", "each", "nested", "root", "hybrid"}
 
 
 class Student(L.LightningModule):
@@ -45,11 +46,13 @@ class Student(L.LightningModule):
         if self.shards not in SHARDED:
             return
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        if self.shards == "hybrid":  # whole on each of two nodes, were there any
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         if self.shards != "root":
             for layer in self.layers():
                 fully_shard(layer, mesh=mesh)
         if self.shards != "each":
-            fully_shard(self.net if self.shards == "layers" else self, mesh=mesh)
+            fully_shard(self.net if self.shards in ("layers", "hybrid") else self, mesh=mesh)
 
     def layers(self) -> list[nn.Module]:
         return [self.net[0], self.net[2]]
@@ -221,6 +224,7 @@ ALIKE = {
     "fsdp-scheduled": Scenario(pairs=lambda: pairs(Between(2, 5))),
     "fsdp-balanced": Scenario(options={"balance": GradientBalance(momentum=0.5)}),
     "fsdp-uncertain": Scenario(options={"balance": UncertaintyBalance()}),
+    "fsdp-hybrid": Scenario("hybrid", trainer={"gradient_clip_val": 0.1}),
     "fsdp-trained": Scenario("root", pairs=trained_pairs),
     "fsdp-side": Scenario("nested", student=Aside, pairs=side_pairs),
     "fsdp-heads": replace(HEADS, shards="each", options={**HEADS.options, **SPREAD}),
