@@ -227,7 +227,7 @@ ALIKE = {
     "fsdp-hybrid": Scenario("hybrid", trainer={"gradient_clip_val": 0.1}),
     "fsdp-trained": Scenario("root", pairs=trained_pairs),
     "fsdp-side": Scenario("nested", student=Aside, pairs=side_pairs),
-    "fsdp-heads": replace(HEADS, shards="each", options={**HEADS.options, **SPREAD}),
+    "fsdp-heads": replace(HEADS, shards="nested", options={**HEADS.options, **SPREAD}),
     "ddp-heads": replace(HEADS, shards="ddp", options={**HEADS.options, **SPREAD}),
     "ddp-sharded": Scenario("ddp", options={**SPREAD, "validate": True}, trainer=VALIDATED),
     "ddp-whole": Scenario("ddp", options={**SPREAD, "early_exit": False}),
