@@ -85,7 +85,7 @@ class DistillationCallback(Callback):
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
             manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other
-            than one device and DDP, no optimizer, ``WeightAveraging`` placed before this callback.
+            than one device, DDP and ``ModelParallelStrategy`` (FSDP2), no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
     Example::
