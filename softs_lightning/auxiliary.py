@@ -8,14 +8,14 @@ the container hides there, and its weights travel in the callback's own state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["CONTAINER", "Auxiliary", "enrol", "weights"]
+__all__ = ["CONTAINER", "Auxiliary", "enrol", "local", "restore", "weights"]
 
 CONTAINER = "_distillation"
 """The attribute of the student that holds the container."""
@@ -116,8 +116,46 @@ def enrol(student: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy on the CPU of what `module` has learned: plain tensors, for a callback's state."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    """A copy on the CPU of what `module` has learned: plain, whole tensors, for a callback's state.
+
+    What is sharded is gathered, so then every rank must call this.
+    """
+    return {name: _whole(tensor.detach()).cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+def restore(module: nn.Module, learned: Mapping[str, Tensor]) -> None:
+    """Put back what :func:`weights` has given; each rank takes its shard of what is sharded."""
+    own = module.state_dict()
+    module.load_state_dict({name: _like(own.get(name), tensor) for name, tensor in learned.items()})
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What of a parameter lies on this rank; gradients go back through it.
+
+    >>> parameter = nn.Linear(2, 2).weight
+    >>> local(parameter) is parameter
+    True
+    """
+    if not hasattr(parameter, "to_local"):
+        return parameter
+    shard: Tensor = parameter.to_local()
+    return shard
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    gathered: Tensor = tensor.full_tensor()
+    return gathered
+
+
+def _like(own: Tensor | None, tensor: Tensor) -> Tensor:
+    if not hasattr(own, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(own, DTensor)
+    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements)
 
 
 def _forgive_own_names(container: nn.Module, incompatible: Any) -> None:

@@ -25,12 +25,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
-from softs_lightning.auxiliary import Auxiliary, enrol, weights
+from softs_lightning.auxiliary import Auxiliary, enrol, restore, weights
 from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
 from softs_lightning.pairing import BoundPair, Pair
+from softs_lightning.placement import is_spread, prove_equal_batches
 from softs_lightning.product import ProductSpec
 from softs_lightning.refusals import refuse
+from softs_lightning.sharding import (
+    is_sharding,
+    loads_plain_checkpoints,
+    mesh_of,
+    saves_after_the_fit,
+    spread,
+)
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
@@ -51,6 +59,8 @@ class DistillationCallback(Callback):
         early_exit: stop the teacher's forward when the last product is captured.
         teacher_dtype: run the teacher in this floating point type, whatever the precision of the
             training is; by default the trainer's precision applies to it as to the student.
+        placement: where the teacher lies: ``"replicated"``, ``"sharded"`` over the ranks or on the ``"cpu"``, see
+            :mod:`softs_lightning.placement`.
         compile_teacher: compile the teacher's part before the exit as one graph; a string names the
             backend of ``torch.compile``.
         store: a folder of products on disk: what is there is read, what is missing the teacher supplies
@@ -75,7 +85,7 @@ class DistillationCallback(Callback):
     Raises:
         MisconfigurationException: at the start of a fit, for what cannot be distilled rightly:
             manual optimization without ``manual=True``, ``dataloader_iter`` steps, strategies other
-            than one device and DDP, no optimizer, ``WeightAveraging`` placed before this callback.
+            than one device, DDP and ``ModelParallelStrategy`` (FSDP2), no optimizer, ``WeightAveraging`` placed before this callback.
         KeyError: for a product_id that names no module, with the nearest names.
 
     Example::
@@ -115,6 +125,7 @@ class DistillationCallback(Callback):
         early_exit: bool = True,
         teacher_dtype: torch.dtype | str | None = None,
         compile_teacher: bool | str = False,
+        placement: str = "replicated",
         store: str | os.PathLike[str] | None = None,
         every_n_steps: int = 1,
         manual: bool = False,
@@ -135,11 +146,11 @@ class DistillationCallback(Callback):
 
             self.teacher: Teacher = StoredTeacher(None, store, inputs=teacher_inputs)
         elif isinstance(teacher, Teacher):
-            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher
-            if given != (None, True, False, None, False):
+            given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher, placement
+            if given != (None, True, False, None, False, "replicated"):
                 raise ValueError(
-                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy) goes "
-                    "to the Teacher that you pass"
+                    "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy, "
+                    "placement) goes to the Teacher that you pass"
                 )
             self.teacher = teacher
         else:
@@ -150,6 +161,7 @@ class DistillationCallback(Callback):
                 copy=copy,
                 dtype=teacher_dtype,
                 compile=compile_teacher,
+                placement=placement,
             )
         if store is not None and teacher is not None:
             from softs_lightning.store import StoredTeacher
@@ -229,6 +241,8 @@ class DistillationCallback(Callback):
                 bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
+            if is_sharding(trainer):
+                spread(bound, mesh_of(pl_module), trainer)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):
                 Auxiliary.put(pl_module, self.name, bound)
                 self._attached.undo(lambda: Auxiliary.remove(pl_module, self.name))
@@ -242,6 +256,9 @@ class DistillationCallback(Callback):
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._attached.closing_on_error():
             enrol(pl_module, trainer.optimizers)
+            if is_sharding(trainer):
+                loads_plain_checkpoints(trainer, pl_module, self._attached)
+                saves_after_the_fit(trainer, pl_module)
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
@@ -267,7 +284,8 @@ class DistillationCallback(Callback):
         module = self.teacher.module
         parameters = sum(p.numel() for p in module.parameters()) if module is not None else 0
         pairs = "; ".join(map(repr, self.pairs))
-        return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen. {pairs}"
+        placed = "" if self.teacher.placement == "replicated" else f", {self.teacher.placement}"
+        return f"{self.name}: teacher {type(module).__name__} with {parameters:,} parameters, frozen{placed}. {pairs}"
 
     def distillation_loss(self, batch: Any) -> Tensor:
         """The weighted sum of the terms, for a ``training_step`` that optimizes manually (``manual=True``).
@@ -300,6 +318,7 @@ class DistillationCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.inspect(getattr(trainer.train_dataloader, "dataset", None))
+        self._prove_equal_batches([trainer.num_training_batches], "training")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.commit()
@@ -315,6 +334,14 @@ class DistillationCallback(Callback):
                 f"{type(pl_module).__name__} optimizes manually and its training_step never called "
                 f"distillation_loss(batch) of the distillation {self.name!r}, so nothing was distilled in this epoch"
             )
+
+    def _prove_equal_batches(self, counts: Sequence[float], what: str) -> None:
+        if self.teacher.placement == "sharded" and is_spread():
+            prove_equal_batches(counts, what)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation is not None:
+            self._prove_equal_batches(trainer.num_val_batches, "validation")
 
     def on_validation_batch_start(
         self,
@@ -354,6 +381,9 @@ class DistillationCallback(Callback):
             self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if is_sharding(trainer):
+            # Gathering what was learned would wait for ranks that may be gone.
+            self._settled, self._learned_with = True, None
         self._close()
 
     def _close(self) -> None:
@@ -390,7 +420,8 @@ class DistillationCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are those of a callback between fits: hooks and wrappers stay with the original.
-        self._keep_learned()
+        if not any(hasattr(p, "full_tensor") for b in self._bound or () for p in b.parameters()):
+            self._keep_learned()  # shards would have to be gathered, and one rank alone may be copying
         return {
             **self.__dict__,
             "_attached": None,
@@ -447,4 +478,4 @@ def _load(bound: nn.Module, learned: Mapping[str, Tensor], name: str) -> None:
             f"the saved projectors of the distillation {name!r} are those of other pairs: {', '.join(sorted(unlike))} "
             "differ. Resume with the pairs that the checkpoint was written with"
         )
-    bound.load_state_dict(dict(learned))
+    restore(bound, learned)

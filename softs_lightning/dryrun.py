@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +19,17 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
+from softs_lightning.sharding import is_sharded
 from softs_lightning.teacher import Teacher
+from softs_lightning.transfer import map_tensors
 
 __all__ = ["first_batch", "measure", "rehearse", "sizes"]
 
@@ -101,17 +105,27 @@ def rehearse(
     Returns:
         the filled buffer; its tensors hang on the graph of the copy, so drop it when it has been read.
     """
-    with isolate_rng(include_cuda=torch.cuda.is_available()), torch.enable_grad():
-        shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
-        twin = _twin(student, shared).train()
+    shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        stack.enter_context(isolate_rng(include_cuda=torch.cuda.is_available()))
+        stack.enter_context(torch.enable_grad())
+        if trainer is not None:
+            batch = _prepared(batch, student, trainer)
+        if trainer is not None and is_sharded(student):
+            # Too large to be gathered, and its own forward would leave traces: sizes are all that is wanted.
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            twin = _fake_twin(student, shared, mode, trainer).train()
+            batch = map_tensors(mode.from_tensor, batch)
+            stack.enter_context(mode)
+        else:
+            twin = _twin(student, shared).train()
+            if trainer is not None:
+                trainer.precision_plugin.convert_module(twin.to(trainer.strategy.root_device))  # in place
         twin._trainer = trainer
         _silence(twin)
-        forward: Any = nullcontext()
         if trainer is not None:
-            trainer.precision_plugin.convert_module(twin.to(trainer.strategy.root_device))  # in place
-            batch = _prepared(batch, student, trainer)
-            forward = trainer.precision_plugin.forward_context()
-        with forward, ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
+            stack.enter_context(trainer.precision_plugin.forward_context())
+        with ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
             try:
                 twin.training_step(*_step_arguments(student, batch))
             except Exception:
@@ -126,11 +140,56 @@ def _twin(student: LightningModule, shared: Sequence[Any]) -> LightningModule:
     try:
         return copy.deepcopy(student, dict(memo))
     except Exception:
-        for module in student.modules():
-            for value in vars(module).values():
-                if not isinstance(value, nn.Module):
-                    _note_uncopyable(value, memo)
+        _note_uncopyables(student, memo)
         return copy.deepcopy(student, memo)
+
+
+def _fake_twin(
+    student: LightningModule, shared: Sequence[Any], mode: FakeTensorMode, trainer: Trainer
+) -> LightningModule:
+    """A copy of a student that FSDP2 shards, whole and without memory, for a forward in `mode`.
+
+    Its own parameters may be on the meta device; the copy is as the trainer will have placed and converted them.
+    """
+    device, convert = trainer.strategy.root_device, trainer.precision_plugin.convert_module
+    memo: dict[int, Any] = {id(thing): thing for thing in shared}
+    for tensor in [*student.parameters(), *student.buffers()]:
+        dtype = tensor.dtype
+        if dtype.is_floating_point:
+            dtype = next(convert(nn.Linear(1, 1, dtype=dtype)).parameters()).dtype
+        with mode:
+            fake = torch.empty(tensor.shape, dtype=dtype, device=device)
+        trained = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+    sharded = [module for module in student.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        plain: Any = next(base for base in type(module).__bases__ if base is not FSDPModule)
+        memo[id(module)] = plain.__new__(plain)
+    _note_uncopyables(student, memo)
+    for module in sharded:
+        state = {
+            name: _without_sharding(value) if name.endswith("hooks") else value
+            for name, value in vars(module).items()
+        }
+        vars(memo[id(module)]).update(copy.deepcopy(state, memo))
+    return copy.deepcopy(student, memo)
+
+
+def _without_sharding(hooks: dict[int, Any]) -> dict[int, Any]:
+    """A module's hooks but for those of FSDP2, which would look for shards."""
+    kept = [key for key, hook in hooks.items() if "torch.distributed.fsdp" not in _origin(hook)]
+    return type(hooks)((key, hooks[key]) for key in kept)
+
+
+def _origin(hook: Any) -> str:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
+
+
+def _note_uncopyables(student: LightningModule, memo: dict[int, Any]) -> None:
+    for module in student.modules():
+        for value in vars(module).values():
+            if not isinstance(value, nn.Module):
+                _note_uncopyable(value, memo)
 
 
 def _note_uncopyable(value: Any, memo: dict[int, Any]) -> None:

@@ -55,6 +55,7 @@ class Plan:
     cost: Cost
     ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
+    placement: str = "replicated"
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,15 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
     captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
         ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
-    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
+    return Plan(
+        callback.name,
+        name,
+        size,
+        seen.cost,
+        seen.ran,
+        tuple(zip(pairs, theirs, ours, strict=True)),
+        callback.teacher.placement,
+    )
 
 
 @contextmanager
@@ -182,7 +191,8 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
     seen = examine(recipe)
     yield f"student  {seen.student}, {seen.student_parameters:,} parameters"
     for plan in seen.plans:
-        yield from (f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", "")
+        where = "" if plan.placement == "replicated" else f", placement {plan.placement}"
+        yield from (f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters{where}", "")
         for pair, theirs, ours in plan.pairs:
             yield from (_headline(pair), *_columns(theirs, ours), "")
         yield from (_stop(plan.cost), _how(plan.ran))

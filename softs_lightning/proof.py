@@ -45,6 +45,8 @@ def prove_trainable(bound: BoundPair, values: Sequence[Any], student: nn.Module)
     """Raise ``RuntimeError`` unless each of the student's activations leads to parameters that learn."""
     own = {id(p) for p in bound.parameters()}
     trained = {id(p) for p in student.parameters() if p.requires_grad} - own
+    # FSDP2 computes with tensors of its own in place of the parameters that it has sharded.
+    sharded = any(hasattr(p, "full_tensor") for p in student.parameters())
     for (kind, item), value in zip(bound.pair.student, values, strict=True):
         if not isinstance(value, Tensor):
             continue  # the pair itself says what is wrong with it
@@ -56,7 +58,8 @@ def prove_trainable(bound: BoundPair, values: Sequence[Any], student: nn.Module)
                 "lies inside re-entrant activation checkpointing (use_reentrant=False keeps gradients)"
             )
         found, hidden = _leaves(value)
-        if not hidden and trained.isdisjoint(found):
+        found -= {id(None)}
+        if not hidden and not (found if sharded else trained & found):
             raise RuntimeError(
                 f"{what} reaches no trainable parameter of {type(student).__name__}, so this term could not train it: "
                 "choose a module behind the parameters that are to learn"

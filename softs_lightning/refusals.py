@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 if TYPE_CHECKING:
@@ -70,11 +76,32 @@ def _refuse_step(pl_module: LightningModule, manual: bool) -> None:
 
 def _refuse_strategy(trainer: Trainer) -> None:
     strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        _refuse_tensor_parallel(strategy)
+        return
+    name = type(strategy).__name__
     # DeepSpeed's is a DDPStrategy to Lightning.
-    if isinstance(strategy, DeepSpeedStrategy) or not isinstance(
-        strategy, (SingleDeviceStrategy, DDPStrategy)
-    ):
+    if isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy)):
         raise MisconfigurationException(
-            f"distillation runs on one device and under DDP; {type(strategy).__name__} would leave projectors "
-            "unsynchronised or unsaved. Use strategy='ddp'"
+            f"{name} flattens the parameters of the student and of its projectors into buffers of its own, which the "
+            "distillation could neither capture behind nor save whole. Shard with FSDP2 instead: call "
+            "torch.distributed.fsdp.fully_shard in the LightningModule's configure_model and pass "
+            "strategy=ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1), or use strategy='ddp'"
+        )
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise MisconfigurationException(
+            f"distillation runs on one device, under DDP and under ModelParallelStrategy; {name} would leave "
+            "projectors unsynchronised or unsaved. Use strategy='ddp'"
+        )
+
+
+def _refuse_tensor_parallel(strategy: ModelParallelStrategy) -> None:
+    mesh = strategy.device_mesh
+    size = mesh["tensor_parallel"].size()
+    if size > 1:
+        raise MisconfigurationException(
+            f"ModelParallelStrategy is set up for tensor_parallel_size={size} (its default is all devices of a node): "
+            "inside tensor-parallel layers activations are shards that no teacher's can be compared with, and "
+            "projectors would be replicated over those ranks by chance only. Pass "
+            f"data_parallel_size={mesh.size()}, tensor_parallel_size=1 and shard with fully_shard in configure_model"
         )

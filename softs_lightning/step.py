@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.auxiliary import local
 from softs_lightning.balancing import Balance
 from softs_lightning.capture import Capture
 from softs_lightning.catcher import ModelIOCatcher
+from softs_lightning.gathering import Gathering
 from softs_lightning.pairing import BoundPair
 from softs_lightning.product import ProductSpec
 from softs_lightning.proof import prove_loss, prove_reached, prove_trainable, selected
@@ -88,6 +90,7 @@ class Distillation:
         self.clock = clock
         self.balance = balance
         self.catcher = ModelIOCatcher(student, copy=copy)
+        self.gathering = Gathering(student)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
         self._step = 0
@@ -157,6 +160,7 @@ class Distillation:
                 products.theirs, bound.pair.teacher, f"pair {name!r}, teacher", self.teacher.module
             )
             ours = selected(products.ours, bound.pair.student, f"pair {name!r}, student", self.student)
+            self.gathering.before_backward(bound.pair.student, ours)
             if name not in self._proven:
                 prove_trainable(bound, ours, self.student)
             terms[name] = bound(ours, theirs, batch)
@@ -188,7 +192,7 @@ class Distillation:
         if idle and not terms and self.balance is not None:
             idle.append(self.balance)
         for parameter in (p for module in idle for p in module.parameters() if p.requires_grad):
-            nothing = (parameter * 0).sum()
+            nothing = (local(parameter) * 0).sum()
             total = nothing if total is None else total + nothing
         return total
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from softs_lightning.catcher import Capture, ModelIOCatcher
 from softs_lightning.feeding import Takes, feed
 from softs_lightning.lending import borrow
+from softs_lightning.placement import after_forward, checked, is_spread, shard
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import has_selector, resolve_spec
 from softs_lightning.transfer import map_tensors, transfer_to_device
@@ -83,8 +84,13 @@ class Teacher:
             and outside autocast, whatever the precision of the training is.
         compile: compile the part before the exit as one graph (:mod:`softs_lightning.compiled`), by
             ``torch.compile``'s default backend or the one named.
+        placement: where it lies, see :mod:`softs_lightning.placement`: ``"replicated"``, whole on the device of each
+            rank; ``"sharded"``, spread over all ranks by FSDP2 and gathered layer by layer as it runs; ``"cpu"``,
+            where it runs too. A module that is handed over is copied to be sharded; what a factory returns is
+            sharded itself.
 
     Raises:
+        ValueError: for an unknown placement, and for options that cannot be combined.
         TypeError: when `source` is neither a module nor a function, or returns no module.
 
     >>> teacher = Teacher(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -107,7 +113,18 @@ class Teacher:
         method: str | None = None,
         dtype: torch.dtype | str | None = None,
         compile: bool | str = False,
+        placement: str = "replicated",
     ) -> None:
+        self.placement = checked(placement)
+        if placement == "sharded" and compile:
+            raise ValueError(
+                "a compiled graph cannot gather the layers of a sharded teacher: leave compile out"
+            )
+        if placement == "sharded" and program is not None:
+            raise ValueError(
+                "a program may read any part of a model at any time, and a sharded teacher is never whole: use "
+                "placement='cpu', or leave the program out"
+            )
         if compile and copy:
             raise ValueError("a compiled teacher keeps no copies: leave copy out, or compile")
         if compile and program is not None:
@@ -138,6 +155,7 @@ class Teacher:
         self._takes: Takes | None = None
         self._prefixes: dict[ProductSpec, CompiledPrefix] = {}
         self._give_back: Callable[[], None] | None = None
+        self._sharded = False
 
     def build(self) -> nn.Module:
         """The teacher's module, made by the factory if there is one; neither frozen nor placed yet."""
@@ -177,16 +195,20 @@ class Teacher:
             _refuse_shared(module, student)
         _refuse_meta(module)
         ours = module is not self.source
-        if not ours and convert is not None and _changes(module, convert):
+        self._sharded = self.placement == "sharded" and is_spread()
+        if not ours and (self._sharded or (convert is not None and _changes(module, convert))):
             module, ours = copy.deepcopy(module), True
-        # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
-        self._give_back = borrow(module, move=not ours)
+        if not self._sharded:  # what was noted of it would keep the whole of a sharded one in memory
+            # A factory may return a module that is used elsewhere too; that it stays on the device is its affair.
+            self._give_back = borrow(module, move=not ours)
         try:
             module.requires_grad_(False).eval()
-            if device is not None:
-                module.to(device)
+            if device is not None and not self._sharded:
+                module.to("cpu" if self.placement == "cpu" else device)
             if convert is not None:
                 module = convert(module)
+            if self._sharded:
+                shard(module, _device_of(module) if device is None else torch.device(device))
             self._catcher = ModelIOCatcher(module, device, copy=self.copy)
         except BaseException:
             self.release()
@@ -205,6 +227,7 @@ class Teacher:
             self._give_back()
         self.module = self._catcher = self._give_back = self._takes = None
         self._modules = []
+        self._sharded = False
 
     @property
     def device(self) -> torch.device | None:
@@ -251,17 +274,40 @@ class Teacher:
         module, catcher = self._require()
         if any(m.training for m in self._modules):
             module.eval()
-        args, kwargs = self.arguments(batch)
+        args, kwargs = self._brought(self.arguments(batch))
         if self.program is not None:
             return self._supply_by_program(self.program, args, kwargs, spec)
         # no_grad and not inference_mode: its tensors could not enter a graph that trains.
-        with torch.no_grad():
+        with torch.no_grad(), self._in_order(module):
             if self.compile:
                 found: Capture = self._in_own_dtype(self._prefix(module, spec), args, kwargs)
+                for kinds in found.values():
+                    kinds.update(transfer_to_device(dict(kinds), catcher.device))
                 return found
             with catcher.for_product(spec, early_exit=self.early_exit) as buffer:
                 self._in_own_dtype(catcher.run, args, kwargs)
         return buffer
+
+    def _brought(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the teacher is called with, where it runs."""
+        return transfer_to_device(call, "cpu") if self.placement == "cpu" else call
+
+    @contextmanager
+    def _in_order(self, module: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self._sharded and "mixed torch.Tensor and DTensor" in str(error):
+                raise RuntimeError(
+                    f"{type(module).__name__} uses parameters of a layer outside of that layer's forward, where those of "
+                    "a sharded teacher are not whole: use placement='cpu' or 'replicated'"
+                ) from error
+            raise
+        finally:
+            if self._sharded:
+                after_forward(module)
 
     def _prefix(self, module: nn.Module, spec: ProductSpec) -> CompiledPrefix:
         if spec not in self._prefixes:
@@ -298,7 +344,7 @@ class Teacher:
         if dtype is None:
             return run(*args, **kwargs)
         args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-        device = self._require()[1].device
+        device = torch.device("cpu") if self.placement == "cpu" else self._require()[1].device
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)  # "true" precisions of the student change it
         try:
@@ -326,8 +372,8 @@ class Teacher:
     def cost(self, batch: Any, spec: ProductSpec) -> Cost:
         """Count the operations of a whole forward and of one that stops when `spec` is complete."""
         module, _ = self._require()
-        args, kwargs = self.arguments(batch)
-        with torch.no_grad(), flop_counter() as whole:
+        args, kwargs = self._brought(self.arguments(batch))
+        with torch.no_grad(), self._in_order(module), flop_counter() as whole:
             module(*args, **kwargs)
         with flop_counter() as part:
             buffer = self.supply(batch, spec)
@@ -337,6 +383,10 @@ class Teacher:
         if self.module is None or self._catcher is None:
             raise RuntimeError("the teacher is not placed: call place() first, or let a fit do it")
         return self.module, self._catcher
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
 
 
 def _floating(dtype: torch.dtype | str | None) -> torch.dtype | None:

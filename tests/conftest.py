@@ -44,3 +44,14 @@ def no_rank_is_left_behind() -> Iterator[None]:
     for name in left:
         os.environ.pop(name, None)
     assert not left, f"left in the environment: {left}"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One process that may become a group of its own, and is none afterwards, in its environment neither."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,17 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import Tensor, nn
 
 from softs_lightning import DistillationCallback
+from softs_lightning.refusals import refuse
 from tests.training import (
     Student,
     assert_untouched,
@@ -138,24 +143,28 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
 # -- strategies ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    """One process that is a group of its own, and is none afterwards, in its environment neither."""
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.mark.usefixtures("_alone")
-def test_sharding_strategies_are_refused() -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_student_that_nothing_shards_is_refused_under_model_parallel() -> None:
     student = make_student()
     student.configure_model = lambda: None  # type: ignore[method-assign]
     callback = DistillationCallback(make_teacher(), [hidden()])
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    with pytest.raises(MisconfigurationException, match="ModelParallelStrategy would leave projectors"):
+    with pytest.raises(
+        MisconfigurationException, match=r"no parameter of Student is sharded .*fully_shard in it"
+    ):
         trainer(callback, strategy=strategy, devices=1).fit(student, loader())
     del student.__dict__["configure_model"]
     assert_untouched(student)
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_other_ways_of_sharding_are_refused_with_the_way_out(strategy: type[Strategy]) -> None:
+    callback = DistillationCallback(make_teacher(), [hidden()])
+    made = trainer(callback)
+    # Neither can be made on a machine without a GPU, or without a package of its own.
+    made._accelerator_connector.strategy = strategy.__new__(strategy)
+    with pytest.raises(MisconfigurationException) as refused:
+        refuse(callback, [], made, make_student())
+    assert str(refused.value).startswith(strategy.__name__)
+    assert "fully_shard" in str(refused.value)
+    assert "strategy=ModelParallelStrategy(data_parallel_size=N" in str(refused.value)

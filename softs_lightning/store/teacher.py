@@ -115,6 +115,11 @@ class StoredTeacher(Teacher):
         **options: Any,
     ) -> None:
         super().__init__(Absent if source is None else source, **options)
+        if self.placement == "sharded":
+            raise ValueError(
+                "a sharded teacher runs on all ranks or on none, and with a store each rank runs it for what it lacks: "
+                "use placement='cpu' or 'replicated'"
+            )
         self.mode: Mode = mode or ("read" if source is None else "write")
         if self.mode not in ("read", "write", "add"):
             raise ValueError(f"mode must be 'read', 'write' or 'add', got {mode!r}")

@@ -27,9 +27,10 @@ pytestmark = [
 ]
 
 
-def launch(*command: str) -> subprocess.Popen[str]:
+def launch(*command: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
+        cwd=cwd,
         env={**_clean_environment(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -148,6 +148,13 @@ def test_two_processes_write_one_run_and_speak_once(cache: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     folder = run_folder(tmp_path, "digits")
     assert (folder / "train_ddp_process_1.log").exists()  # the second process was there
+    assert sorted(file.name for file in (folder / ".hydra").iterdir()) == [
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    ]
+    assert len(list(tmp_path.rglob(".hydra"))) == 1
+    assert (folder / "softs-distill.log").stat().st_size
     for once in (
         "student alone, seed 0",
         "student distilled, seed 0",
