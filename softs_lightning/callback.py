@@ -34,6 +34,7 @@ from softs_lightning.refusals import refuse
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
+from softs_lightning.windows import Window
 
 __all__ = ["DistillationCallback"]
 
@@ -173,6 +174,10 @@ class DistillationCallback(Callback):
             raise ValueError(
                 f"{type(balance).__name__} looks at the task's loss, which manual=True does not show it"
             )
+        if manual and any(pair.over_window for pair in self.pairs):
+            raise ValueError(
+                "with manual=True your own step decides what is accumulated: leave over_window out, and weight the loss"
+            )
         self.balance = balance
         self.example_batch = example_batch
         self.prog_bar = prog_bar
@@ -242,15 +247,18 @@ class DistillationCallback(Callback):
         assert self._bound is not None, "setup('fit') runs before on_fit_start"
         with self._attached.closing_on_error():
             enrol(pl_module, trainer.optimizers)
+            bound = [b for b in self._bound if isinstance(b, BoundPair)]
+            averaged = [b for b in bound if b.pair.over_window]
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
                 pl_module,
-                [b for b in self._bound if isinstance(b, BoundPair)],
+                bound,
                 task_weight=self.task_weight,
                 every_n_steps=self.every_n_steps,
                 clock=lambda: (trainer.global_step, trainer.current_epoch),
                 balance=next((b for b in self._bound if isinstance(b, Balance)), None),
+                window=Window(trainer, averaged) if averaged else None,
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
@@ -301,8 +309,16 @@ class DistillationCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.inspect(getattr(trainer.train_dataloader, "dataset", None))
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._share is not None and self._share.window is not None:
+            self._share.window.begin(pl_module, batch, batch_idx)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.commit()
+        if self._share is not None and self._share.window is not None:
+            self._share.window.check(wait=True)
         if self._share is not None and (failure := self._share.failed_first()) is not None:
             # A warning only: under 16-bit precision the gradient scaler skips such steps.
             warnings.warn(

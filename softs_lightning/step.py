@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from softs_lightning.pairing import BoundPair
 from softs_lightning.product import ProductSpec
 from softs_lightning.proof import prove_loss, prove_reached, prove_trainable, selected
 from softs_lightning.teacher import Teacher
+
+if TYPE_CHECKING:
+    from softs_lightning.windows import Window
 
 __all__ = ["Active", "Distillation", "DistilledStep", "ManualDistillation", "Products"]
 
@@ -60,6 +63,7 @@ class Distillation:
         every_n_steps: distil in each n-th optimizer step only.
         clock: gives the optimizer steps and the epochs done.
         balance: factors for the terms, made for these pairs.
+        window: what a batch weighs in its accumulation window, for pairs that are averaged over it.
         copy: capture copies of the student's activations.
         prog_bar: show the total in the progress bar.
     """
@@ -75,6 +79,7 @@ class Distillation:
         every_n_steps: int = 1,
         clock: Clock = lambda: (0, 0),
         balance: Balance | None = None,
+        window: Window | None = None,
         copy: bool = False,
         prog_bar: bool = False,
     ) -> None:
@@ -87,6 +92,7 @@ class Distillation:
         self.every_n_steps = every_n_steps
         self.clock = clock
         self.balance = balance
+        self.window = window
         self.catcher = ModelIOCatcher(student, copy=copy)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
@@ -138,11 +144,15 @@ class Distillation:
         total: Tensor | None = None
         if products is not None:
             terms, activations = self._terms(products, batch)
-            balanced = terms
+            balanced: Mapping[str, Tensor] = dict(terms)
             if self.balance is not None:
                 balanced = self.balance(terms, activations, task, self._step)
             for bound, weight in products.active:
-                weighted = weight * balanced[bound.pair.name]
+                name = bound.pair.name
+                weighted = weight * balanced[name]
+                if bound.pair.over_window and self.window is not None:
+                    share = self.window.factor(bound, batch)
+                    weighted, terms[name] = weighted * share.to(weighted), terms[name] * share.to(weighted)
                 total = weighted if total is None else total + weighted
             assert total is not None
             self._log({**terms, "total": total})

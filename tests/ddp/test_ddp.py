@@ -17,7 +17,7 @@ import torch
 from tests.ddp import run
 
 SCRIPT = Path(run.__file__)
-ALIKE = ["plain", "static", "scheduled", "manual", "side", "balanced", "uncertain", "tokens"]
+ALIKE = ["plain", "static", "scheduled", "manual", "side", "balanced", "uncertain", "tokens", "window"]
 SCENARIOS = [*ALIKE, "uneven", "idle"]
 
 pytestmark = [
