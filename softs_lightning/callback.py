@@ -20,6 +20,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -232,6 +233,9 @@ class DistillationCallback(Callback):
                 entry.bind(pl_module, self.teacher.module)
             if self.balance is not None:
                 bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
+            if isinstance(trainer.precision_plugin, (DoublePrecision, HalfPrecision)):
+                # Now and not with the student: a checkpoint is loaded before that, and would be rounded.
+                trainer.precision_plugin.convert_module(bound)
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if any(p.requires_grad for p in bound.parameters()) or any(True for _ in bound.buffers()):

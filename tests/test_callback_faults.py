@@ -106,6 +106,7 @@ def test_nothing_of_a_step_is_held_after_an_exception(where: str) -> None:
 # -- a full disk -----------------------------------------------------------------------------------
 
 
+@pytest.mark.situation("fault: full disk at a checkpoint", proves="resumed equal")
 def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def _alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_alone")
+@pytest.mark.situation("sharding strategies", proves=("refused with message", "left as it was"))
 def test_sharding_strategies_are_refused() -> None:
     student = make_student()
     student.configure_model = lambda: None  # type: ignore[method-assign]

@@ -106,6 +106,9 @@ def assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-10) -
 
 @pytest.mark.parametrize("size", [1, 3, 4, 9])  # seven batches: the last window is short
 @pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.situation(
+    "gradient accumulation, all tokens of the window", "gradient clipping", proves="equal to a reference"
+)
 def test_a_window_counts_as_one_batch(size: int, clip: float | None) -> None:
     batches = loader(26, dtype=DOUBLE)
     ours, theirs, projector = trained(batches, accumulate_grad_batches=size, gradient_clip_val=clip)
@@ -131,6 +134,11 @@ def test_without_it_a_window_is_a_mean_of_means() -> None:
         (lambda: DataLoader(Stream(), batch_size=4), {"limit_train_batches": 5}, 5),
         (lambda: loader(26, dtype=DOUBLE), {"limit_train_batches": 5}, 5),
     ],
+)
+@pytest.mark.situation(
+    "gradient accumulation, all tokens of the window",
+    "loader of unknown length",
+    proves="equal to a reference",
 )
 def test_windows_of_streams_and_of_epochs_cut_short(
     make: Callable[[], Any], options: dict[str, Any], count: int
@@ -162,6 +170,9 @@ class Scaled(MixedPrecision):
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.situation(
+    "gradient accumulation, all tokens of the window", "precision 16-mixed", proves="equal to a reference"
+)
 def test_loss_scaling_and_clipping_change_nothing(clip: float | None) -> None:
     batches = loader(26, dtype=DOUBLE)
     ours, theirs, projector = trained(
@@ -244,6 +255,9 @@ def test_balancing_does_not_undo_the_weights_of_a_window() -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.situation(
+    "gradient accumulation, all tokens of the window", proves=("refused with message", "left as it was")
+)
 def test_a_mask_that_a_hook_changes_is_refused() -> None:
     class Crops(Student):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
