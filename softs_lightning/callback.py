@@ -108,7 +108,7 @@ class DistillationCallback(Callback):
 
     def __init__(
         self,
-        teacher: Teacher | nn.Module | Callable[[], nn.Module] | None,
+        teacher: Teacher | Callable[[], nn.Module] | nn.Module | None,
         pairs: Sequence[Pair],
         *,
         name: str = "distill",

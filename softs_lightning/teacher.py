@@ -98,7 +98,7 @@ class Teacher:
 
     def __init__(
         self,
-        source: nn.Module | Callable[[], nn.Module],
+        source: Callable[[], nn.Module] | nn.Module,
         *,
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
