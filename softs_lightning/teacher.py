@@ -176,6 +176,8 @@ class Teacher:
         if student is not None:
             _refuse_shared(module, student)
         _refuse_meta(module)
+        if convert is not None:
+            _refuse_packed(module, convert)
         ours = module is not self.source
         if not ours and convert is not None and _changes(module, convert):
             module, ours = copy.deepcopy(module), True
@@ -407,10 +409,23 @@ def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
 
 def _changes(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
     """Whether a precision plugin gives a module like this one other types of numbers, or of layers."""
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     probe = nn.Sequential(nn.Linear(1, 1, dtype=dtype))
     before = [(type(m), [p.dtype for p in m.parameters()]) for m in probe.modules()]
     return before != [(type(m), [p.dtype for p in m.parameters()]) for m in convert(probe).modules()]
+
+
+def _refuse_packed(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Layers of ``torch.ao`` keep packed weights, which follow no conversion, and take float32 alone."""
+    for name, layer in module.named_modules():
+        kind = type(layer)
+        if kind.__module__.startswith("torch.ao.nn.") and ".quantized." in kind.__module__:
+            if _changes(module, convert):
+                raise ValueError(
+                    f"the teacher's {name!r} is quantised ({kind.__name__}) and computes in float32, and the precision asked "
+                    "for is another one: teacher_dtype='float32' runs it so, whatever the precision of the training is"
+                )
+            return
 
 
 def _refuse_meta(module: nn.Module) -> None:
