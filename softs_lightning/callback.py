@@ -25,7 +25,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
+from softs_lightning.attaching import (
+    Attachment,
+    before_wrapping,
+    close_on_interruption,
+    needs_every_gradient,
+    put_before_finders,
+)
 from softs_lightning.auxiliary import Auxiliary, enrol, weights
 from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
@@ -211,6 +217,7 @@ class DistillationCallback(Callback):
         refuse(self, rivals, trainer, pl_module)
         put_before_finders(trainer, self)
         self._attached.open(trainer, pl_module)
+        close_on_interruption(trainer, self._attached)
         self._attached.undo(self._drop)
         with self._attached.closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
             self._attached.undo(self.teacher.release)
@@ -312,12 +319,6 @@ class DistillationCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.inspect(getattr(trainer.train_dataloader, "dataset", None))
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._share is not None and self._share.window is not None:
-            self._share.window.begin(pl_module, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.commit()

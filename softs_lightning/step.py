@@ -125,6 +125,8 @@ class Distillation:
         if not active:
             yield None
             return
+        if self.window is not None:
+            self.window.begin(batch)
         wanted, watched = self.specs([bound for bound, _ in active])
         theirs = self.teacher.supply(batch, wanted)
         with self.catcher.for_product(watched, early_exit=False) as ours:

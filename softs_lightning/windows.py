@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from torch import Tensor
 
 from softs_lightning.noticing import Noticing
@@ -60,21 +60,23 @@ class Window:
     def __init__(self, trainer: Trainer, pairs: Sequence[BoundPair]) -> None:
         self.trainer = trainer
         self.pairs = list(pairs)
-        self._which: tuple[int, int] | None = None
+        self._which: tuple[Lookahead, int] | None = None
         self._first = self._now = 0
         # A row for each pair, a column for each batch.
         self._counts = self._shared = torch.zeros(0)
         self._mistaken = Noticing()
 
-    def begin(self, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A training batch begins; with the first one of a window, the others are counted too."""
-        size = self.trainer.accumulate_grad_batches
-        which = self.trainer.current_epoch, batch_idx // size
+    def begin(self, batch: Any) -> None:
+        """A training step begins; with the first one of a window, the window's other batches are counted too."""
+        # Asked of the loop and not told by a hook: Lightning's tuners call no hooks of other callbacks.
+        size, batch_idx = self.trainer.accumulate_grad_batches, self.trainer.fit_loop.epoch_loop.batch_idx
+        which = self._ahead(), batch_idx // size
         if which != self._which:
             self._which, self._first = which, batch_idx
-            batches = [batch, *self._following(size - batch_idx % size - 1, batch_idx)]
+            batches = [batch, *self._following(which[0], size - batch_idx % size - 1, batch_idx)]
             counted = [[bound.count(each) for each in batches] for bound in self.pairs]
-            counts = torch.zeros(len(self.pairs), size, dtype=torch.float64, device=pl_module.device)
+            device = self.trainer.strategy.root_device
+            counts = torch.zeros(len(self.pairs), size, dtype=torch.float64, device=device)
             for row, found in zip(counts, counted, strict=True):
                 row[: len(found)] = torch.stack([count.to(row) for count in found])
             self._counts, self._shared = counts, _over_ranks(counts, self.pairs)
@@ -99,17 +101,25 @@ class Window:
                     "of the module changes it. Do that in the dataset or the collate function"
                 )
 
-    def _following(self, count: int, batch_idx: int) -> list[Any]:
+    def _ahead(self) -> Lookahead:
+        """The loop's iterator over the data, made into one that can be looked into."""
+        fetcher = self._fetcher()
+        if not isinstance(fetcher.iterator, Lookahead):
+            fetcher.iterator = Lookahead(fetcher.iterator)
+        found: Lookahead = fetcher.iterator
+        return found
+
+    def _fetcher(self) -> Any:
+        fetcher = self.trainer.fit_loop._data_fetcher
+        assert fetcher is not None, "a training step has data"
+        return fetcher
+
+    def _following(self, ahead: Lookahead, count: int, batch_idx: int) -> list[Any]:
         """The batches after this one, at most `count`, as the precision converts them."""
         count = int(min(count, self.trainer.num_training_batches - batch_idx - 1))
-        fetcher = self.trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        if not isinstance(fetcher.iterator, Lookahead):
-            assert fetcher.iterator is not None
-            fetcher.iterator = Lookahead(fetcher.iterator)
         # A loader of unknown length is one batch ahead already.
-        ready = list(getattr(fetcher, "batches", ()))[:count]
-        ready += fetcher.iterator.peek(count - len(ready))
+        ready = list(getattr(self._fetcher(), "batches", ()))[:count]
+        ready += ahead.peek(count - len(ready))
         return [self.trainer.precision_plugin.convert_input(batch) for batch, *_ in ready]
 
 
