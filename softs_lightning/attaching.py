@@ -22,7 +22,13 @@ from softs_lightning.auxiliary import Auxiliary
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Attachment", "before_wrapping", "close_on_interruption", "needs_every_gradient", "put_before_finders"]
+__all__ = [
+    "Attachment",
+    "before_wrapping",
+    "close_on_interruption",
+    "needs_every_gradient",
+    "put_before_finders",
+]
 
 _AT_WORK: WeakKeyDictionary[LightningModule, list[Attachment]] = WeakKeyDictionary()
 """Which attachments have put something into which student."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -164,6 +163,10 @@ class DistillationCallback(Callback):
 
             self.teacher = StoredTeacher.around(self.teacher, store)
         self.name = name
+        if not isinstance(task_weight, (int, float)) or isinstance(task_weight, bool):
+            raise TypeError(
+                f"task_weight must be a number, got {task_weight!r}; 0 trains on the distillation alone"
+            )
         self.task_weight = float(task_weight)
         if not math.isfinite(self.task_weight):
             raise ValueError(f"task_weight must be finite, got {task_weight}")
@@ -260,6 +263,10 @@ class DistillationCallback(Callback):
             enrol(pl_module, trainer.optimizers)
             bound = [b for b in self._bound if isinstance(b, BoundPair)]
             averaged = [b for b in bound if b.pair.over_window]
+            balance = next((b for b in self._bound if isinstance(b, Balance)), None)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if balance is not None and scaler is not None:
+                balance.loss_scale = lambda: float(scaler.get_scale())
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
@@ -268,7 +275,7 @@ class DistillationCallback(Callback):
                 task_weight=self.task_weight,
                 every_n_steps=self.every_n_steps,
                 clock=lambda: (trainer.global_step, trainer.current_epoch),
-                balance=next((b for b in self._bound if isinstance(b, Balance)), None),
+                balance=balance,
                 window=Window(trainer, averaged) if averaged else None,
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
@@ -324,13 +331,8 @@ class DistillationCallback(Callback):
         self.teacher.commit()
         if self._share is not None and self._share.window is not None:
             self._share.window.check(wait=True)
-        if self._share is not None and (failure := self._share.failed_first()) is not None:
-            # A warning only: under 16-bit precision the gradient scaler skips such steps.
-            warnings.warn(
-                f"distillation {self.name!r}: the loss of {', '.join(map(repr, failure[0]))} was infinite or nan in step "
-                f"{failure[1]}, and perhaps after it",
-                stacklevel=2,
-            )
+        if self._share is not None:
+            self._share.tell_failures(epoch_ends=True)
         if isinstance(self._share, ManualDistillation) and not self._share.asked:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} optimizes manually and its training_step never called "

@@ -284,7 +284,20 @@ class BoundPair(nn.Module):
         if not self.projectors:
             return list(values)
         shared = len(self.projectors) == 1
-        return [self.projectors[0 if shared else i](value) for i, value in enumerate(values)]
+        return [self._projected(0 if shared else i, value) for i, value in enumerate(values)]
+
+    def _projected(self, which: int, value: Tensor) -> Tensor:
+        projector = self.projectors[which]
+        try:
+            projected: Tensor = projector(value)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"pair {self.pair.name!r}: its projector {projector} does not take the student's activation of shape "
+                f"{list(value.shape)}: {error}"
+            ) from error
+        return projected
 
     def forward(self, student: Sequence[Any], teacher: Sequence[Any], batch: Any) -> Tensor:
         """The unweighted term.

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from softs_lightning.balancing import Balance
 from softs_lightning.capture import Capture
 from softs_lightning.catcher import ModelIOCatcher
+from softs_lightning.noticing import Noticing
 from softs_lightning.pairing import BoundPair
 from softs_lightning.product import ProductSpec
 from softs_lightning.proof import prove_loss, prove_reached, prove_trainable, selected
@@ -97,7 +100,8 @@ class Distillation:
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
         self._step = 0
-        self._failed: dict[str, Tensor] = {}
+        self._numbers = Noticing()
+        self._failed: set[str] = set()
 
     def active(self) -> Active:
         """The pairs that are on in this step, with their weights; their losses' settings are brought up to date."""
@@ -176,23 +180,24 @@ class Distillation:
                 prove_loss(bound, terms[name])
                 self._proven.add(name)
             activations[name] = ours
-            self._note_failure(name, terms[name].detach())
+            self._numbers.put((name, self._step), terms[name])
+        self.tell_failures()
         return terms, activations
 
-    def _note_failure(self, name: str, term: Tensor) -> None:
-        # Kept on the device: looking at it in every step would make an accelerator wait.
-        now = torch.where(torch.isfinite(term), torch.inf, float(self._step))
-        before = self._failed.get(name)
-        self._failed[name] = now if before is None else torch.minimum(before, now)
-
-    def failed_first(self) -> tuple[list[str], int] | None:
-        """The pairs whose term was first to be infinite or no number, and in which step, since this was last asked."""
-        steps = {name: float(step) for name, step in self._failed.items()}
-        self._failed.clear()
-        first = min(steps.values(), default=float("inf"))
-        if first == float("inf"):
-            return None
-        return [name for name, step in steps.items() if step == first], int(first)
+    def tell_failures(self, *, epoch_ends: bool = False) -> None:
+        """Warn of terms that are infinite or no number, each once an epoch, as soon as the device has said so."""
+        # A warning only: under 16-bit precision the gradient scaler skips such steps.
+        for (name, step), term in self._numbers.known(wait=epoch_ends):
+            value = term.item()
+            if not math.isfinite(value) and name not in self._failed:
+                self._failed.add(name)
+                warnings.warn(
+                    f"distillation {self.name!r}: the loss of {name!r} is {value} in step {step}, and perhaps after it. "
+                    f"EarlyStopping('{self.name}/{name}', check_on_train_epoch_end=True) would end such a training",
+                    stacklevel=2,
+                )
+        if epoch_ends:
+            self._failed.clear()
 
     def _with_idle_parameters(self, total: Tensor | None, terms: Mapping[str, Tensor]) -> Tensor | None:
         """DDP waits for the gradient of every parameter, also of a projector whose term is off: it gets zeros."""

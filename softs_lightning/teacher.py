@@ -375,6 +375,11 @@ def arguments(
     if inputs is None:
         return feed(module, batch)
     given = inputs(batch)
+    if given is None:
+        raise TypeError(
+            f"teacher_inputs, {getattr(inputs, '__name__', inputs)!r}, returned None: return what the teacher is called "
+            "with, a mapping by keyword, a tuple by position, or its only argument"
+        )
     if isinstance(given, Mapping):
         return (), dict(given)
     if isinstance(given, tuple):

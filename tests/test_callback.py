@@ -531,6 +531,21 @@ def test_weight_averaging_before_the_callback_is_refused() -> None:
     assert_untouched(student)
 
 
+@pytest.mark.parametrize("weight", [None, "x", True])
+def test_a_task_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(TypeError, match=f"task_weight must be a number, got {weight!r}"):
+        DistillationCallback(make_teacher(), [logits()], task_weight=weight)
+
+
+def test_teacher_inputs_that_return_nothing_are_named() -> None:
+    def forgets(batch: Any) -> Any:
+        batch[0]
+
+    callback = DistillationCallback(make_teacher(), [logits()], teacher_inputs=forgets)
+    with pytest.raises(TypeError, match="teacher_inputs, 'forgets', returned None: return what the teacher"):
+        trainer(callback).fit(make_student(), loader())
+
+
 @pytest.mark.situation("several callbacks", proves="refused with message")
 def test_two_callbacks_of_one_name_are_refused() -> None:
     callback = DistillationCallback(make_teacher(), [logits()])
@@ -558,19 +573,24 @@ def test_the_first_batch_proves_each_pair(pair: Pair, match: str) -> None:
     refused(make_student(), DistillationCallback(make_teacher(), [pair]), match)
 
 
-def test_a_term_that_is_no_number_later_is_named_at_the_end_of_the_epoch() -> None:
+def test_a_term_that_is_no_number_is_named_at_its_step_and_once_an_epoch() -> None:
     steps: list[int] = []
 
     def loss(s: Tensor, t: Tensor) -> Tensor:
         steps.append(1)
-        return F.mse_loss(s, t) * (float("nan") if len(steps) == 3 else 1.0)
+        return F.mse_loss(s, t) * (float("nan") if len(steps) % 4 in (3, 0) else 1.0)
 
     pair = Pair("outputs[3]", "outputs[net]", loss, name="late")
-    callback = DistillationCallback(make_teacher(), [pair, hidden()])
-    with pytest.warns(
-        UserWarning, match=r"the loss of 'late' was infinite or nan in step 2, and perhaps after"
+    with pytest.raises(
+        UserWarning, match=r"the loss of 'late' is nan in step 2, and perhaps after it\. EarlySt"
     ):
-        trainer(callback).fit(make_student(), loader(16))
+        trainer(DistillationCallback(make_teacher(), [pair, hidden()])).fit(make_student(), loader(16))
+    assert len(steps) == 3
+    steps.clear()
+    with pytest.warns(UserWarning, match="the loss of 'late'") as told:
+        trainer(DistillationCallback(make_teacher(), [pair]), max_epochs=2).fit(make_student(), loader(16))
+    said = [str(w.message).partition(", and")[0].split()[-1] for w in told if "'late'" in str(w.message)]
+    assert said == ["2", "4"]  # of the second epoch the first: by now the weights are no numbers either
 
 
 def test_a_frozen_student_part_is_refused() -> None:
