@@ -20,6 +20,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -425,6 +426,18 @@ class DistillationCallback(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _attached=Attachment(self), _settled=False)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        trained = any(pair.projector is not None for pair in self.pairs)
+        elsewhere = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and self._bound is None
+        if trained and elsewhere and not self._learned and trainer.state.fn == "fit":
+            raise MisconfigurationException(
+                f"the projectors of the distillation {self.name!r} were trained in processes that have ended, and this one "
+                "has never seen them: have checkpoints written in the fit, by ModelCheckpoint, or use strategy='ddp'. "
+                "The student's weights alone are saved by save_student"
+            )
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -57,6 +57,13 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
     return path
 
 
+def _refuse_others(given: Any) -> None:
+    if not isinstance(given, nn.Module):
+        own = getattr(given, "lightning_module", None)
+        hint = ": pass its lightning_module" if isinstance(own, nn.Module) else ""
+        raise TypeError(f"save_student saves a torch.nn.Module, and was given {type(given).__name__}{hint}")
+
+
 def _plain_state(module: nn.Module) -> dict[str, Any]:
     """The ``state_dict`` on the CPU, under the names that it has without ``torch.compile``."""
     return {

@@ -305,3 +305,26 @@ def test_checkpoints_hold_the_module_and_nothing_else(case: Case, tmp_path: Path
     fresh = seeded(case.kind)
     fresh.configure_model()
     fresh.load_state_dict(ours["state_dict"], strict=True)
+
+
+@pytest.mark.situation("validate, test and predict", proves=("equal to a reference", "left as it was"))
+def test_evaluation_is_that_of_a_trainer_without_the_callback() -> None:
+    def evaluated(run: L.Trainer, module: Any) -> list[Any]:
+        found = [
+            run.validate(module, plain_loader(), verbose=False),
+            run.test(module, plain_loader(), verbose=False),
+        ]
+        predicted: Any = run.predict(module, plain_loader())
+        assert_untouched(module)
+        return [*found, torch.cat(predicted)]
+
+    case = CASES[0]
+    student = seeded(Plain)
+    options: Any = {"precision": "64-true", "max_epochs": 1}
+    run = trainer(distillation(case), **options)
+    for _ in range(2):
+        *ours, predicted = evaluated(run, student)
+        *theirs, expected = evaluated(trainer(**options), student)
+        assert ours == theirs
+        assert torch.equal(predicted, expected)
+        run.fit(student, plain_loader(), plain_loader())

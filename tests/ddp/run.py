@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -210,12 +211,19 @@ def train(
         if scenario != "idle":
             raise
         return {"error": str(error), "left": sorted(student.__dict__.get("_modules", {}))}
+    late = ""
+    if strategy == "ddp_spawn":
+        try:
+            trainer.save_checkpoint(out / "late.ckpt")
+        except MisconfigurationException as error:
+            late = str(error)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/val/" in name}
     return {
         "student": student.state_dict(),
         **callback.state_dict(),
         "metrics": metrics,
         "rank": trainer.global_rank,
+        "late": late,
     }
 
 

@@ -179,12 +179,15 @@ def test_the_launcher_of_lightning_resumes_what_one_process_began(
     assert sorted(written["state_dict"]) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
 
 
-@pytest.mark.situation("DDP, spawned", proves="equal to a reference")
+@pytest.mark.situation("DDP, spawned", proves=("equal to a reference", "refused with message"))
 def test_spawned_processes_train_alike(tmp_path: Path, single: dict[str, Any]) -> None:
     finish(launch(str(SCRIPT), str(tmp_path), "scheduled", "2", "1", "ddp_spawn"))
     found = torch.load(tmp_path / "scheduled.rank0.pt", weights_only=True)
     for name, value in found["student"].items():
         torch.testing.assert_close(value, single["scheduled"]["student"][name], rtol=0, atol=1e-12)
+    # The projectors stayed with the processes that have ended, and a checkpoint without them says so.
+    assert "were trained in processes that have ended, and this one has never seen them" in found["late"]
+    assert not (tmp_path / "late.ckpt").exists()
 
 
 @pytest.mark.situation("fault: killed rank", proves="resumed equal")
