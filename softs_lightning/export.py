@@ -38,10 +38,7 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
     ...     sorted(torch.load(saved, weights_only=True))
     ['bias', 'weight']
     """
-    if not isinstance(module, nn.Module):
-        own = getattr(module, "lightning_module", None)
-        hint = ": pass its lightning_module" if isinstance(own, nn.Module) else ""
-        raise TypeError(f"save_student saves a torch.nn.Module, and was given {type(module).__name__}{hint}")
+    _refuse_others(module)
     path = Path(path)
     inner = getattr(module, "_orig_mod", module)
     module = inner if isinstance(inner, nn.Module) else module
