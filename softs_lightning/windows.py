@@ -6,6 +6,9 @@ mean over all tokens weights batch i by ``tokens of i / tokens of the window``, 
 backward needs the second number. So the window's batches are taken from the loader when its first
 batch begins, and their masks are counted; they wait in the CPU's memory for their turn. Nothing is
 corrected afterwards: the task's gradients, loss scaling and clipping are as without it.
+
+A batch whose step is skipped (``None``) counts as one that gave nothing, as in Lightning's own mean.
+Without worker processes, a dataset that draws random numbers draws them earlier than it would have.
 """
 
 from __future__ import annotations
