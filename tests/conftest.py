@@ -48,3 +48,11 @@ def no_rank_is_left_behind() -> Iterator[None]:
     for name in left:
         os.environ.pop(name, None)
     assert not left, f"left in the environment: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_seed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's ``seed_everything`` leaves its seed in the environment, where later DDP runs would follow it."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and what was there before, or nothing, comes back after the test
