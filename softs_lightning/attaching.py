@@ -22,7 +22,13 @@ from softs_lightning.auxiliary import Auxiliary
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Attachment", "before_wrapping", "needs_every_gradient", "put_before_finders"]
+__all__ = [
+    "Attachment",
+    "before_wrapping",
+    "close_on_interruption",
+    "needs_every_gradient",
+    "put_before_finders",
+]
 
 _AT_WORK: WeakKeyDictionary[LightningModule, list[Attachment]] = WeakKeyDictionary()
 """Which attachments have put something into which student."""
@@ -74,6 +80,39 @@ def _forget(pl_module: LightningModule, attachment: Attachment) -> None:
     _AT_WORK[pl_module].remove(attachment)
     if not _AT_WORK[pl_module]:
         del _AT_WORK[pl_module]
+
+
+class _Interruption:
+    """Stands in for the strategy's ``on_exception`` while attachments are open."""
+
+    def __init__(self, inner: Callable[[BaseException], None], own: Any) -> None:
+        self.inner = inner
+        self.own = own
+        self.attachments: list[Attachment] = []
+
+    def __call__(self, exception: BaseException) -> None:
+        for attachment in list(self.attachments):
+            attachment.close()
+        self.inner(exception)
+
+
+def close_on_interruption(trainer: Trainer, attachment: Attachment) -> None:
+    """Close when the strategy is told of an exception: a tuner whose step fails has set the callbacks aside."""
+    place = trainer.strategy.__dict__
+    own = place.get("on_exception")
+    told = own if isinstance(own, _Interruption) else _Interruption(trainer.strategy.on_exception, own)
+    told.attachments.append(attachment)
+    place["on_exception"] = told
+
+    def leave() -> None:
+        told.attachments.remove(attachment)
+        if not told.attachments and place.get("on_exception") is told:
+            if told.own is None:
+                del place["on_exception"]
+            else:
+                place["on_exception"] = told.own
+
+    attachment.undo(leave)
 
 
 def before_wrapping(pl_module: LightningModule, attachment: Attachment, make: Callable[[], None]) -> None:

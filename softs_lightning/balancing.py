@@ -13,7 +13,7 @@ the callback's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ class Balance(nn.Module):
 
     needs_task = False
     """Whether it looks at the task's loss, which manual optimization does not show it."""
+
+    loss_scale: Callable[[], float] = staticmethod(lambda: 1.0)
+    """By how much 16-bit training scales its loss, so that small gradients are not rounded to zero."""
 
     def made_for(self, names: Sequence[str]) -> Balance:
         """A new one for the pairs of these names."""
@@ -86,7 +89,8 @@ class GradientBalance(Balance):
     """Scales each term so that its gradient on its activations is as large as the task's is there.
 
     The factor is ``‖∂task/∂a‖ / ‖∂term/∂a‖`` for the student's activations ``a`` of the pair, both
-    norms averaged over time; the adaptive weight of VQGAN (Esser et al. 2021, arXiv:2012.09841) on
+    norms averaged over time (of a step whose scaled gradients overflow nothing is kept, as its
+    optimizer step is skipped); the adaptive weight of VQGAN (Esser et al. 2021, arXiv:2012.09841) on
     activations in place of a last layer. Ranks use common norms, those of the union of their batches.
 
     Args:
@@ -150,9 +154,10 @@ class GradientBalance(Balance):
     def _measure(
         self, terms: Mapping[str, Tensor], activations: Mapping[str, Sequence[Tensor]], task: Tensor
     ) -> None:
+        scale = self.loss_scale()
         found = torch.stack(
             [
-                torch.stack([_squared_norm(loss, activations[name], name) for loss in (task, term)])
+                torch.stack([_squared_norm(loss, activations[name], name, scale) for loss in (task, term)])
                 for name, term in terms.items()
             ]
         )
@@ -162,16 +167,18 @@ class GradientBalance(Balance):
         for name, new in zip(terms, found, strict=True):
             row = self.names.index(name)
             kept = self.momentum if self.measured[row] else 0.0
-            self.norms[row] = kept * self.norms[row] + (1 - kept) * new.sqrt()
-            self.measured[row] = True
+            usable = torch.isfinite(new).all()
+            mean = kept * self.norms[row] + (1 - kept) * new.sqrt()
+            self.norms[row] = torch.where(usable, mean, self.norms[row])
+            self.measured[row] |= usable
 
 
-def _squared_norm(loss: Tensor, activations: Sequence[Tensor], name: str) -> Tensor:
-    gradients = torch.autograd.grad(loss, list(activations), retain_graph=True, allow_unused=True)
+def _squared_norm(loss: Tensor, activations: Sequence[Tensor], name: str, scale: float) -> Tensor:
+    gradients = torch.autograd.grad(loss * scale, list(activations), retain_graph=True, allow_unused=True)
     if all(gradient is None for gradient in gradients):
         raise RuntimeError(
             f"pair {name!r}: the task's loss does not depend on the student's activations of this pair, so there is no "
             "gradient to balance with: choose others, or balance by uncertainty"
         )
-    squares = [g.double().square().sum() for g in gradients if g is not None]
+    squares = [(g.double() / scale).square().sum() for g in gradients if g is not None]
     return torch.stack(squares).sum()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,11 +19,19 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from softs_lightning.attaching import Attachment, before_wrapping, needs_every_gradient, put_before_finders
+from softs_lightning.attaching import (
+    Attachment,
+    before_wrapping,
+    close_on_interruption,
+    needs_every_gradient,
+    put_before_finders,
+)
 from softs_lightning.auxiliary import Auxiliary, enrol, restore, weights
 from softs_lightning.balancing import Balance
 from softs_lightning.dryrun import measure
@@ -42,6 +49,7 @@ from softs_lightning.sharding import (
 from softs_lightning.step import Distillation, DistilledStep, ManualDistillation
 from softs_lightning.teacher import Teacher
 from softs_lightning.validation import Validation
+from softs_lightning.windows import Window
 
 __all__ = ["DistillationCallback"]
 
@@ -116,7 +124,7 @@ class DistillationCallback(Callback):
 
     def __init__(
         self,
-        teacher: Teacher | nn.Module | Callable[[], nn.Module] | None,
+        teacher: Teacher | Callable[[], nn.Module] | nn.Module | None,
         pairs: Sequence[Pair],
         *,
         name: str = "distill",
@@ -168,6 +176,10 @@ class DistillationCallback(Callback):
 
             self.teacher = StoredTeacher.around(self.teacher, store)
         self.name = name
+        if not isinstance(task_weight, (int, float)) or isinstance(task_weight, bool):
+            raise TypeError(
+                f"task_weight must be a number, got {task_weight!r}; 0 trains on the distillation alone"
+            )
         self.task_weight = float(task_weight)
         if not math.isfinite(self.task_weight):
             raise ValueError(f"task_weight must be finite, got {task_weight}")
@@ -184,6 +196,10 @@ class DistillationCallback(Callback):
         if manual and balance is not None and balance.needs_task:
             raise ValueError(
                 f"{type(balance).__name__} looks at the task's loss, which manual=True does not show it"
+            )
+        if manual and any(pair.over_window for pair in self.pairs):
+            raise ValueError(
+                "with manual=True your own step decides what is accumulated: leave over_window out, and weight the loss"
             )
         self.balance = balance
         self.example_batch = example_batch
@@ -217,6 +233,7 @@ class DistillationCallback(Callback):
         refuse(self, rivals, trainer, pl_module)
         put_before_finders(trainer, self)
         self._attached.open(trainer, pl_module)
+        close_on_interruption(trainer, self._attached)
         self._attached.undo(self._drop)
         with self._attached.closing_on_error(), isolate_rng(include_cuda=torch.cuda.is_available()):
             self._attached.undo(self.teacher.release)
@@ -239,6 +256,9 @@ class DistillationCallback(Callback):
                 entry.bind(pl_module, self.teacher.module)
             if self.balance is not None:
                 bound.append(self.balance.made_for([pair.name for pair in self.pairs]))
+            if isinstance(trainer.precision_plugin, (DoublePrecision, HalfPrecision)):
+                # Now and not with the student: a checkpoint is loaded before that, and would be rounded.
+                trainer.precision_plugin.convert_module(bound)
             if self._learned_with is not None and self._learned_with() is pl_module:
                 _load(bound, self._learned, self.name)
             if is_sharding(trainer):
@@ -259,15 +279,22 @@ class DistillationCallback(Callback):
             if is_sharding(trainer):
                 loads_plain_checkpoints(trainer, pl_module, self._attached)
                 saves_after_the_fit(trainer, pl_module)
+            bound = [b for b in self._bound if isinstance(b, BoundPair)]
+            averaged = [b for b in bound if b.pair.over_window]
+            balance = next((b for b in self._bound if isinstance(b, Balance)), None)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if balance is not None and scaler is not None:
+                balance.loss_scale = lambda: float(scaler.get_scale())
             share = (ManualDistillation if self.manual else Distillation)(
                 self.name,
                 self.teacher,
                 pl_module,
-                [b for b in self._bound if isinstance(b, BoundPair)],
+                bound,
                 task_weight=self.task_weight,
                 every_n_steps=self.every_n_steps,
                 clock=lambda: (trainer.global_step, trainer.current_epoch),
-                balance=next((b for b in self._bound if isinstance(b, Balance)), None),
+                balance=balance,
+                window=Window(trainer, averaged) if averaged else None,
                 copy=self.teacher.copy,
                 prog_bar=self.prog_bar,
             )
@@ -322,13 +349,10 @@ class DistillationCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teacher.commit()
-        if self._share is not None and (failure := self._share.failed_first()) is not None:
-            # A warning only: under 16-bit precision the gradient scaler skips such steps.
-            warnings.warn(
-                f"distillation {self.name!r}: the loss of {', '.join(map(repr, failure[0]))} was infinite or nan in step "
-                f"{failure[1]}, and perhaps after it",
-                stacklevel=2,
-            )
+        if self._share is not None and self._share.window is not None:
+            self._share.window.check(wait=True)
+        if self._share is not None:
+            self._share.tell_failures(epoch_ends=True)
         if isinstance(self._share, ManualDistillation) and not self._share.asked:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} optimizes manually and its training_step never called "
@@ -433,6 +457,18 @@ class DistillationCallback(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _attached=Attachment(self), _settled=False)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        trained = any(pair.projector is not None for pair in self.pairs)
+        elsewhere = isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and self._bound is None
+        if trained and elsewhere and not self._learned and trainer.state.fn == "fit":
+            raise MisconfigurationException(
+                f"the projectors of the distillation {self.name!r} were trained in processes that have ended, and this one "
+                "has never seen them: have checkpoints written in the fit, by ModelCheckpoint, or use strategy='ddp'. "
+                "The student's weights alone are saved by save_student"
+            )
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

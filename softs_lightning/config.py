@@ -66,6 +66,7 @@ PAIR_OPTIONS = (
     "schedules",
     "metrics",
     "over_ranks",
+    "over_window",
 )
 """What a pair in a recipe may say."""
 

@@ -20,12 +20,16 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
         module: the LightningModule or any part of it, during a fit or after.
         path: ends in ``.pt``, ``.pth`` or ``.ckpt`` for a file that ``torch.load`` reads as a plain
             ``state_dict``, in ``.safetensors`` for one of that format; anything else is a directory
-            for ``save_pretrained``, which the module must have (a transformers model).
+            for ``save_pretrained``, which the module must have (a transformers model). The rule is the
+            same for all: weights and nothing else. A checkpoint of Lightning, which
+            ``load_from_checkpoint`` reads, is written by ``trainer.save_checkpoint``; a ``.ckpt`` of
+            this function is for ``module.load_state_dict(torch.load(path))``.
 
     Returns:
         the path. The file is complete or not there: it is written beside its place and moved.
 
     Raises:
+        TypeError: for what is no module, such as a Trainer.
         ValueError: for a directory and a module without ``save_pretrained``, naming its parts that have it.
 
     >>> import tempfile
@@ -34,6 +38,7 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
     ...     sorted(torch.load(saved, weights_only=True))
     ['bias', 'weight']
     """
+    _refuse_others(module)
     path = Path(path)
     inner = getattr(module, "_orig_mod", module)
     module = inner if isinstance(inner, nn.Module) else module
@@ -47,6 +52,13 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
     else:
         _save_pretrained(module, path)
     return path
+
+
+def _refuse_others(given: Any) -> None:
+    if not isinstance(given, nn.Module):
+        own = getattr(given, "lightning_module", None)
+        hint = ": pass its lightning_module" if isinstance(own, nn.Module) else ""
+        raise TypeError(f"save_student saves a torch.nn.Module, and was given {type(given).__name__}{hint}")
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class Pair:
         over_ranks: for losses that average over the tokens of their mask: average over those of all
             ranks of this batch, so that ranks with fewer tokens do not count more. By default each
             rank's average counts alike, as it does for the user's own loss.
+        over_window: likewise over the batches of an accumulation window: the gradient of the term is
+            that of one big batch, however unlike the numbers of tokens are
+            (:mod:`softs_lightning.windows`). The term that is logged has its weight in it, so that
+            its average over the window is that over all tokens. With ``over_ranks`` over all tokens
+            of all ranks.
 
     A loss may set ``same_shape = False`` to say that it compares activations of unlike shapes;
     otherwise a difference in shape is an error, never broadcast. One that sets ``together = True`` is
@@ -93,6 +98,7 @@ class Pair:
         schedules: Mapping[str, float | Schedule] | None = None,
         metrics: Sequence[str] | None = None,
         over_ranks: bool = False,
+        over_window: bool = False,
     ) -> None:
         self.teacher = ProductSpec.parse(teacher)
         self.student = ProductSpec.parse(student)
@@ -102,6 +108,7 @@ class Pair:
         self.mask = mask
         self.schedules = dict(schedules or {})
         self.over_ranks = over_ranks
+        self.over_window = over_window
         self.metrics = None if metrics is None else list(metrics)
         self.name = name or "+".join(str(item) for _, item in self.student)
         self._validate()
@@ -135,6 +142,19 @@ class Pair:
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
+            )
+        self._validate_averages()
+
+    def _validate_averages(self) -> None:
+        for flag in ("over_ranks", "over_window"):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(
+                    f"pair {self.name!r}: {flag} must be True or False, got {getattr(self, flag)!r}"
+                )
+        if self.over_window and (self.mask is False or "mask" not in _optional_arguments(self.loss)):
+            raise ValueError(
+                f"pair {self.name!r}: over_window=True counts the tokens of a mask before the student has run, so it is "
+                "for losses that take mask=, and not for mask=False"
             )
 
     def _validate_metrics(self) -> None:
@@ -264,7 +284,20 @@ class BoundPair(nn.Module):
         if not self.projectors:
             return list(values)
         shared = len(self.projectors) == 1
-        return [self.projectors[0 if shared else i](value) for i, value in enumerate(values)]
+        return [self._projected(0 if shared else i, value) for i, value in enumerate(values)]
+
+    def _projected(self, which: int, value: Tensor) -> Tensor:
+        projector = self.projectors[which]
+        try:
+            projected: Tensor = projector(value)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"pair {self.pair.name!r}: its projector {projector} does not take the student's activation of shape "
+                f"{list(value.shape)}: {error}"
+            ) from error
+        return projected
 
     def forward(self, student: Sequence[Any], teacher: Sequence[Any], batch: Any) -> Tensor:
         """The unweighted term.
@@ -346,7 +379,17 @@ class BoundPair(nn.Module):
         if choice is True:
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             fits = isinstance(mask, Tensor) and mask.shape == value.shape[:-1]
+            if self.pair.over_window and not fits:
+                raise ValueError(
+                    f"pair {self.pair.name!r}: over_window=True counts the tokens of the batch's attention_mask, which "
+                    f"does not fit the activation of shape {list(value.shape)}: give mask= a function of the batch"
+                )
             return mask if fits else None
+        return self._found_in(batch)
+
+    def _found_in(self, batch: Any) -> Tensor | None:
+        """The mask that a key or a function of the user finds."""
+        choice = self.pair.mask
         if isinstance(choice, str):
             if not isinstance(batch, Mapping) or choice not in batch:
                 raise KeyError(
@@ -354,10 +397,28 @@ class BoundPair(nn.Module):
                 )
             mask = batch[choice]
         else:
+            assert callable(choice)
             mask = choice(batch)
         if mask is not None and not isinstance(mask, Tensor):
             raise TypeError(f"pair {self.pair.name!r}: the mask is {describe(mask)}, not a tensor")
         return mask
+
+    def count(self, batch: Any) -> Tensor:
+        """How many entries count in `batch`, by its mask alone: before any model has run on it.
+
+        Raises:
+            ValueError: when there is no mask.
+        """
+        if self.pair.mask is True:
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        else:
+            mask = self._found_in(batch)
+        if not isinstance(mask, Tensor):
+            raise ValueError(
+                f"pair {self.pair.name!r}: over_window=True counts the tokens of a mask, and the batch, "
+                f"{describe(batch)}, has none: give mask=, a key of the batch or a function of it"
+            )
+        return mask.detach().sum().double()
 
 
 def _share_of_ranks(mask: Tensor | None, value: Tensor) -> Tensor | float:

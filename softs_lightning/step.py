@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +32,14 @@ from softs_lightning.balancing import Balance
 from softs_lightning.capture import Capture
 from softs_lightning.catcher import ModelIOCatcher
 from softs_lightning.gathering import Gathering
+from softs_lightning.noticing import Noticing
 from softs_lightning.pairing import BoundPair
 from softs_lightning.product import ProductSpec
 from softs_lightning.proof import prove_loss, prove_reached, prove_trainable, selected
 from softs_lightning.teacher import Teacher
+
+if TYPE_CHECKING:
+    from softs_lightning.windows import Window
 
 __all__ = ["Active", "Distillation", "DistilledStep", "ManualDistillation", "Products"]
 
@@ -62,6 +68,7 @@ class Distillation:
         every_n_steps: distil in each n-th optimizer step only.
         clock: gives the optimizer steps and the epochs done.
         balance: factors for the terms, made for these pairs.
+        window: what a batch weighs in its accumulation window, for pairs that are averaged over it.
         copy: capture copies of the student's activations.
         prog_bar: show the total in the progress bar.
     """
@@ -77,6 +84,7 @@ class Distillation:
         every_n_steps: int = 1,
         clock: Clock = lambda: (0, 0),
         balance: Balance | None = None,
+        window: Window | None = None,
         copy: bool = False,
         prog_bar: bool = False,
     ) -> None:
@@ -89,12 +97,14 @@ class Distillation:
         self.every_n_steps = every_n_steps
         self.clock = clock
         self.balance = balance
+        self.window = window
         self.catcher = ModelIOCatcher(student, copy=copy)
         self.gathering = Gathering(student)
         self._specs: dict[tuple[str, ...], tuple[ProductSpec, ProductSpec]] = {}
         self._proven: set[str] = set()
         self._step = 0
-        self._failed: dict[str, Tensor] = {}
+        self._numbers = Noticing()
+        self._failed: set[str] = set()
 
     def active(self) -> Active:
         """The pairs that are on in this step, with their weights; their losses' settings are brought up to date."""
@@ -122,6 +132,8 @@ class Distillation:
         if not active:
             yield None
             return
+        if self.window is not None:
+            self.window.begin(batch)
         wanted, watched = self.specs([bound for bound, _ in active])
         theirs = self.teacher.supply(batch, wanted)
         with self.catcher.for_product(watched, early_exit=False) as ours:
@@ -141,11 +153,15 @@ class Distillation:
         total: Tensor | None = None
         if products is not None:
             terms, activations = self._terms(products, batch)
-            balanced = terms
+            balanced: Mapping[str, Tensor] = dict(terms)
             if self.balance is not None:
                 balanced = self.balance(terms, activations, task, self._step)
             for bound, weight in products.active:
-                weighted = weight * balanced[bound.pair.name]
+                name = bound.pair.name
+                weighted = weight * balanced[name]
+                if bound.pair.over_window and self.window is not None:
+                    share = self.window.factor(bound, batch)
+                    weighted, terms[name] = weighted * share.to(weighted), terms[name] * share.to(weighted)
                 total = weighted if total is None else total + weighted
             assert total is not None
             self._log({**terms, "total": total})
@@ -168,23 +184,24 @@ class Distillation:
                 prove_loss(bound, terms[name])
                 self._proven.add(name)
             activations[name] = ours
-            self._note_failure(name, terms[name].detach())
+            self._numbers.put((name, self._step), terms[name])
+        self.tell_failures()
         return terms, activations
 
-    def _note_failure(self, name: str, term: Tensor) -> None:
-        # Kept on the device: looking at it in every step would make an accelerator wait.
-        now = torch.where(torch.isfinite(term), torch.inf, float(self._step))
-        before = self._failed.get(name)
-        self._failed[name] = now if before is None else torch.minimum(before, now)
-
-    def failed_first(self) -> tuple[list[str], int] | None:
-        """The pairs whose term was first to be infinite or no number, and in which step, since this was last asked."""
-        steps = {name: float(step) for name, step in self._failed.items()}
-        self._failed.clear()
-        first = min(steps.values(), default=float("inf"))
-        if first == float("inf"):
-            return None
-        return [name for name, step in steps.items() if step == first], int(first)
+    def tell_failures(self, *, epoch_ends: bool = False) -> None:
+        """Warn of terms that are infinite or no number, each once an epoch, as soon as the device has said so."""
+        # A warning only: under 16-bit precision the gradient scaler skips such steps.
+        for (name, step), term in self._numbers.known(wait=epoch_ends):
+            value = term.item()
+            if not math.isfinite(value) and name not in self._failed:
+                self._failed.add(name)
+                warnings.warn(
+                    f"distillation {self.name!r}: the loss of {name!r} is {value} in step {step}, and perhaps after it. "
+                    f"EarlyStopping('{self.name}/{name}', check_on_train_epoch_end=True) would end such a training",
+                    stacklevel=2,
+                )
+        if epoch_ends:
+            self._failed.clear()
 
     def _with_idle_parameters(self, total: Tensor | None, terms: Mapping[str, Tensor]) -> Tensor | None:
         """DDP waits for the gradient of every parameter, also of a projector whose term is off: it gets zeros."""

@@ -104,7 +104,7 @@ class Teacher:
 
     def __init__(
         self,
-        source: nn.Module | Callable[[], nn.Module],
+        source: Callable[[], nn.Module] | nn.Module,
         *,
         inputs: Callable[[Any], Any] | None = None,
         early_exit: bool = True,
@@ -194,6 +194,8 @@ class Teacher:
         if student is not None:
             _refuse_shared(module, student)
         _refuse_meta(module)
+        if convert is not None:
+            _refuse_packed(module, convert)
         ours = module is not self.source
         self._sharded = self.placement == "sharded" and is_spread()
         if not ours and (self._sharded or (convert is not None and _changes(module, convert))):
@@ -423,6 +425,11 @@ def arguments(
     if inputs is None:
         return feed(module, batch)
     given = inputs(batch)
+    if given is None:
+        raise TypeError(
+            f"teacher_inputs, {getattr(inputs, '__name__', inputs)!r}, returned None: return what the teacher is called "
+            "with, a mapping by keyword, a tuple by position, or its only argument"
+        )
     if isinstance(given, Mapping):
         return (), dict(given)
     if isinstance(given, tuple):
@@ -457,10 +464,23 @@ def _refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
 
 def _changes(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> bool:
     """Whether a precision plugin gives a module like this one other types of numbers, or of layers."""
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     probe = nn.Sequential(nn.Linear(1, 1, dtype=dtype))
     before = [(type(m), [p.dtype for p in m.parameters()]) for m in probe.modules()]
     return before != [(type(m), [p.dtype for p in m.parameters()]) for m in convert(probe).modules()]
+
+
+def _refuse_packed(module: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Layers of ``torch.ao`` keep packed weights, which follow no conversion, and take float32 alone."""
+    for name, layer in module.named_modules():
+        kind = type(layer)
+        if kind.__module__.startswith("torch.ao.nn.") and ".quantized." in kind.__module__:
+            if _changes(module, convert):
+                raise ValueError(
+                    f"the teacher's {name!r} is quantised ({kind.__name__}) and computes in float32, and the precision asked "
+                    "for is another one: teacher_dtype='float32' runs it so, whatever the precision of the training is"
+                )
+            return
 
 
 def _refuse_meta(module: nn.Module) -> None:

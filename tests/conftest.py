@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.situations import pytest_addoption, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_configure"]
+
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,3 +59,11 @@ def alone() -> Iterator[None]:
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_seed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's ``seed_everything`` leaves its seed in the environment, where later DDP runs would follow it."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and what was there before, or nothing, comes back after the test

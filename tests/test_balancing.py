@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from softs_lightning import DistillationCallback
 from softs_lightning.balancing import Balance, GradientBalance, UncertaintyBalance
 from softs_lightning.schedules import Until
+from tests.test_windows import Scaled
 from tests.training import Look, Student, hidden, loader, logits, make_student, make_teacher, trainer
 
 pytestmark = [
@@ -118,6 +120,81 @@ def test_a_vanishing_term_has_a_bounded_factor() -> None:
     x = torch.ones(3, requires_grad=True)
     balanced = balance({"a": (1e-9 * x).sum()}, {"a": [x]}, x.square().sum(), 0)
     torch.testing.assert_close(balanced["a"], 5 * (1e-9 * x).sum())
+
+
+def test_small_gradients_in_half_precision_are_scaled_as_the_loss_is() -> None:
+    balance = GradientBalance(momentum=0.0).made_for(["a"])
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)  # which holds nothing smaller than 6e-8
+    task, term = (x.float() * 3e-9).sum(), (x.float() * 1e-9).sum()
+    unscaled = balance({"a": term}, {"a": [x]}, task, 0)
+    assert unscaled["a"] == 0.0
+    balance.loss_scale = lambda: 2.0**16
+    balanced = balance({"a": term}, {"a": [x]}, task, 0)
+    torch.testing.assert_close(balanced["a"], 3 * term, rtol=1e-3, atol=0.0)
+    balance.loss_scale = lambda: 2.0**60  # overflows, and the scaler skips the step
+    assert balance({"a": term}, {"a": [x]}, task, 0)["a"] == balanced["a"]
+
+
+@pytest.mark.situation("precision 16-mixed", proves="equal to a reference")
+def test_a_balance_under_loss_scaling_equals_one_without() -> None:
+    found = []
+    for options in ({"precision": None, "plugins": [Scaled()]}, {"precision": "64-true"}):
+        student = make_student()
+        torch.manual_seed(5)
+        pairs = [hidden(projector=nn.Linear(6, 8)), logits(weight=2.0)]
+        callback = DistillationCallback(make_teacher(), pairs, balance=GradientBalance(momentum=0.9))
+        trainer(callback, **options).fit(student, loader(dtype=DOUBLE))
+        found.append(student)
+    for mine, its in zip(*(student.parameters() for student in found), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.situation("precision 16-mixed", proves="equal to a reference")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: Lightning scales losses there only"
+)
+def test_training_in_half_precision_on_a_gpu_equals_a_loop_with_a_scaler() -> None:
+    student = make_student()
+    callback = DistillationCallback(make_teacher(), [hidden(), logits()])
+    look = Look(callback)
+    trainer(callback, look, accelerator="gpu", devices=1, precision="16-mixed").fit(student, loader())
+
+    by_hand, frozen = make_student().cuda(), make_teacher().cuda().eval()
+    projector = look.seen[0].cuda()
+    optimizer = torch.optim.Adam([*by_hand.parameters(), *projector.parameters()], lr=0.01)
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader():
+        x, y = x.cuda(), y.cuda()
+        with torch.autocast("cuda", torch.float16):
+            with torch.no_grad():
+                theirs, target = frozen[1](frozen[0](x)), frozen(x)
+            h = by_hand.net[1](by_hand.net[0](x))
+            out = by_hand.net[2](h)
+            task, projected = F.cross_entropy(out, y), projector(h)
+        loss = task + 0.5 * F.mse_loss(projected.float(), theirs.float())
+        loss = loss + F.mse_loss(out.float(), target.float())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for mine, its in zip(student.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(mine.cpu(), its.cpu(), rtol=0, atol=1e-5)
+
+
+def test_half_precision_on_a_cpu_is_what_lightning_makes_of_it() -> None:
+    """It says so itself, and trains in bfloat16."""
+    students = []
+    for precision in ("16-mixed", "bf16-mixed"):
+        student = make_student()
+        callback = DistillationCallback(make_teacher(), [logits()])
+        said = pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU")
+        with said if precision == "16-mixed" else nullcontext():
+            run = trainer(callback, precision=precision)
+        run.fit(student, loader())
+        students.append(student)
+    assert all(map(torch.equal, *(s.parameters() for s in students)))
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:

@@ -42,6 +42,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.situation(
+    "one device",
+    "precision 64-true",
+    "gradient accumulation",
+    "gradient clipping",
+    proves="equal to a reference",
+)
 def test_weights_equal_those_of_a_hand_written_loop(accumulate: int, clip: float | None) -> None:
     student, teacher = make_student(), make_teacher()
     batches = loader(dtype=DOUBLE)
@@ -86,6 +93,7 @@ def test_weights_equal_those_of_a_hand_written_loop(accumulate: int, clip: float
     torch.testing.assert_close(learned["0.projectors.0.weight"], projector.weight.data, rtol=0, atol=1e-10)
 
 
+@pytest.mark.situation("precision bf16-mixed", proves="equal to a reference")
 def test_bf16_mixed_equals_the_loop_under_autocast() -> None:
     student, teacher = make_student(), make_teacher()
     by_hand = copy.deepcopy(student)
@@ -134,6 +142,7 @@ def make_teacher_after_seed() -> nn.Module:
 # -- the teacher -----------------------------------------------------------------------------------
 
 
+@pytest.mark.situation("validate, test and predict", proves="left as it was")
 def test_a_factory_is_called_for_a_fit_only() -> None:
     made: list[nn.Module] = []
 
@@ -228,6 +237,7 @@ def fit_with_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.situation("one device", proves="resumed equal")
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     whole, whole_callback = fit_with_checkpoint(tmp_path / "a", [hidden()], 4)
     fit_with_checkpoint(tmp_path / "b", [hidden()], 2)
@@ -241,6 +251,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.situation("one device", "validate, test and predict", proves="checkpoint clean")
 def test_checkpoints_are_plain_and_load_strictly_without_the_callback(tmp_path: Path) -> None:
     student, _ = fit_with_checkpoint(tmp_path, [hidden()], 1)
     path = tmp_path / "epoch=0-step=6.ckpt"
@@ -267,6 +278,7 @@ def test_saving_after_the_fit_still_resumes(tmp_path: Path) -> None:
     assert torch.equal(look.seen[0].weight, callback.state_dict()["projectors"]["0.projectors.0.weight"])
 
 
+@pytest.mark.situation("one device", proves="refused with message")
 def test_resuming_without_the_projectors_is_refused(tmp_path: Path) -> None:
     plain = trainer()
     plain.fit(make_student(), loader())
@@ -283,6 +295,7 @@ def test_resuming_without_the_projectors_is_refused(tmp_path: Path) -> None:
 # -- putting things back ---------------------------------------------------------------------------
 
 
+@pytest.mark.situation("one device", proves="left as it was")
 def test_everything_is_put_back_after_a_fit_and_a_second_fit_continues() -> None:
     student, callback = make_student(), DistillationCallback(make_teacher(), [hidden()])
     trainer(callback).fit(student, loader())
@@ -302,7 +315,20 @@ class Boom(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["student", "teacher", "loss", "callback"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(
+            where, marks=pytest.mark.situation(f"fault: exception in {what}", proves="left as it was")
+        )
+        for where, what in {
+            "student": "the student",
+            "teacher": "the teacher",
+            "loss": "the loss",
+            "callback": "another callback",
+        }.items()
+    ],
+)
 def test_everything_is_put_back_after_an_exception_and_refit_works(where: str) -> None:
     armed = [True]
 
@@ -353,6 +379,7 @@ def test_teacher_and_captures_are_freed_after_a_fit() -> None:
     assert alive[0]() is None
 
 
+@pytest.mark.situation("several callbacks", proves=("equal to a reference", "left as it was"))
 def test_two_callbacks_share_the_step_and_leave_in_any_order() -> None:
     def pairs(name: str) -> DistillationCallback:
         return DistillationCallback(make_teacher(), [logits()], name=name)
@@ -419,6 +446,7 @@ def test_a_step_without_batch_idx_works() -> None:
     assert_untouched(student)
 
 
+@pytest.mark.situation("configure_model", proves="left as it was")
 def test_layers_born_in_setup_and_configure_model_are_found() -> None:
     class Late(Student):
         def __init__(self) -> None:
@@ -477,6 +505,7 @@ def refused(student: L.LightningModule, callback: DistillationCallback, match: s
     assert_untouched(student)
 
 
+@pytest.mark.situation("manual optimization, several optimizers", proves="refused with message")
 def test_manual_optimization_is_refused() -> None:
     student = make_student()
     student.automatic_optimization = False
@@ -484,6 +513,7 @@ def test_manual_optimization_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.situation("dataloader_iter", proves=("refused with message", "left as it was"))
 def test_dataloader_iter_steps_are_refused() -> None:
     class Iter(Student):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
@@ -492,6 +522,7 @@ def test_dataloader_iter_steps_are_refused() -> None:
     refused(Iter(), DistillationCallback(make_teacher(), [logits()]), "takes dataloader_iter")
 
 
+@pytest.mark.situation("WeightAveraging", proves="refused with message")
 def test_weight_averaging_before_the_callback_is_refused() -> None:
     student = make_student()
     callback = DistillationCallback(make_teacher(), [hidden()])
@@ -500,6 +531,22 @@ def test_weight_averaging_before_the_callback_is_refused() -> None:
     assert_untouched(student)
 
 
+@pytest.mark.parametrize("weight", [None, "x", True])
+def test_a_task_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(TypeError, match=f"task_weight must be a number, got {weight!r}"):
+        DistillationCallback(make_teacher(), [logits()], task_weight=weight)
+
+
+def test_teacher_inputs_that_return_nothing_are_named() -> None:
+    def forgets(batch: Any) -> Any:
+        batch[0]
+
+    callback = DistillationCallback(make_teacher(), [logits()], teacher_inputs=forgets)
+    with pytest.raises(TypeError, match="teacher_inputs, 'forgets', returned None: return what the teacher"):
+        trainer(callback).fit(make_student(), loader())
+
+
+@pytest.mark.situation("several callbacks", proves="refused with message")
 def test_two_callbacks_of_one_name_are_refused() -> None:
     callback = DistillationCallback(make_teacher(), [logits()])
     with pytest.raises((MisconfigurationException, RuntimeError), match=r"state_key|are named 'distill'"):
@@ -526,19 +573,24 @@ def test_the_first_batch_proves_each_pair(pair: Pair, match: str) -> None:
     refused(make_student(), DistillationCallback(make_teacher(), [pair]), match)
 
 
-def test_a_term_that_is_no_number_later_is_named_at_the_end_of_the_epoch() -> None:
+def test_a_term_that_is_no_number_is_named_at_its_step_and_once_an_epoch() -> None:
     steps: list[int] = []
 
     def loss(s: Tensor, t: Tensor) -> Tensor:
         steps.append(1)
-        return F.mse_loss(s, t) * (float("nan") if len(steps) == 3 else 1.0)
+        return F.mse_loss(s, t) * (float("nan") if len(steps) % 4 in (3, 0) else 1.0)
 
     pair = Pair("outputs[3]", "outputs[net]", loss, name="late")
-    callback = DistillationCallback(make_teacher(), [pair, hidden()])
-    with pytest.warns(
-        UserWarning, match=r"the loss of 'late' was infinite or nan in step 2, and perhaps after"
+    with pytest.raises(
+        UserWarning, match=r"the loss of 'late' is nan in step 2, and perhaps after it\. EarlySt"
     ):
-        trainer(callback).fit(make_student(), loader(16))
+        trainer(DistillationCallback(make_teacher(), [pair, hidden()])).fit(make_student(), loader(16))
+    assert len(steps) == 3
+    steps.clear()
+    with pytest.warns(UserWarning, match="the loss of 'late'") as told:
+        trainer(DistillationCallback(make_teacher(), [pair]), max_epochs=2).fit(make_student(), loader(16))
+    said = [str(w.message).partition(", and")[0].split()[-1] for w in told if "'late'" in str(w.message)]
+    assert said == ["2", "4"]  # of the second epoch the first: by now the weights are no numbers either
 
 
 def test_a_frozen_student_part_is_refused() -> None:

@@ -111,6 +111,7 @@ def test_nothing_of_a_step_is_held_after_an_exception(where: str) -> None:
 # -- a full disk -----------------------------------------------------------------------------------
 
 
+@pytest.mark.situation("fault: full disk at a checkpoint", proves="resumed equal")
 def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.situation("sharding strategies", proves=("refused with message", "left as it was"))
 def test_a_student_that_nothing_shards_is_refused_under_model_parallel() -> None:
     student = make_student()
     student.configure_model = lambda: None  # type: ignore[method-assign]

@@ -156,6 +156,11 @@ def test_attention_weights_need_eager_attention() -> None:
 # -- activation checkpointing ----------------------------------------------------------------------
 
 
+def in_row(how: str, value: bool) -> Any:
+    mark = pytest.mark.situation(f"gradient checkpointing, {how}", proves="equal to a reference")
+    return pytest.param(value, marks=mark)
+
+
 def checkpointed(reentrant: bool | None, student: str, teacher: str) -> Wrapped:
     module = Wrapped(llama(2, 8, seed=3))
     if reentrant is not None:
@@ -169,7 +174,7 @@ def checkpointed(reentrant: bool | None, student: str, teacher: str) -> Wrapped:
     return module
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [in_row("re-entrant", True), in_row("not re-entrant", False)])
 @pytest.mark.parametrize("item", ["model.layers.1", "lm_head"])
 def test_checkpointed_students_train_as_others(reentrant: bool, item: str) -> None:
     products = f"outputs[model.{item}]", f"outputs[{item}]"
@@ -178,6 +183,8 @@ def test_checkpointed_students_train_as_others(reentrant: bool, item: str) -> No
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.situation("gradient checkpointing, re-entrant", proves="refused with message")
+@pytest.mark.situation("gradient checkpointing, not re-entrant", proves="equal to a reference")
 def test_products_inside_checkpointed_parts() -> None:
     products = "outputs[model.model.layers.1.mlp]", "outputs[model.layers.1.mlp]"
     ours, plain = checkpointed(False, *products), checkpointed(None, *products)
@@ -254,11 +261,13 @@ def trained(
         (compiled, compiled),
     ],
 )
+@pytest.mark.situation("compiled before the fit", proves="equal to a reference")
 def test_compiled_models_train_as_eager_ones(student: Any, teacher: Any) -> None:
     for mine, its in zip(trained(student, teacher), trained(same, same), strict=True):
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.situation("compiled and run before the fit", proves="refused with message")
 def test_compiled_models_that_ran_before_the_fit_are_refused() -> None:
     def run_first(student: Student) -> Any:
         step = compiled(student.net)
@@ -284,6 +293,7 @@ def test_compiled_models_that_ran_before_the_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.situation("compiled by the callback", proves="equal to a reference")
 def test_a_teacher_compiled_up_to_its_exit_trains_the_student_alike(precision: Any) -> None:
     torch._dynamo.reset()
     found = []

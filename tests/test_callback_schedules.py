@@ -212,6 +212,7 @@ def adversarial() -> Adversarial:
 
 
 @pytest.mark.parametrize("weight", [2.0, Until(8, 2.0)])
+@pytest.mark.situation("manual optimization, several optimizers", proves="equal to a reference")
 def test_two_optimizers_by_hand_equal_a_hand_written_loop(weight: Any) -> None:
     student = adversarial()
     by_hand = copy.deepcopy(student).double()
@@ -279,6 +280,9 @@ def test_manual_and_automatic_are_not_mixed_up() -> None:
         DistillationCallback(make_teacher(), [logits()], manual=True, task_weight=0.5)
 
 
+@pytest.mark.situation(
+    "manual optimization, several optimizers", proves=("refused with message", "left as it was")
+)
 def test_a_manual_step_that_never_asks_for_the_loss_is_an_error() -> None:
     class Forgets(Adversarial):
         def training_step(self, batch: Any, batch_idx: int) -> None:

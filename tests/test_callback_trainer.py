@@ -94,13 +94,19 @@ def run(
     return student
 
 
+def in_row(row: str, value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.situation(row, proves="resumed equal"))
+
+
 @pytest.mark.parametrize("kind", [Student, WithNorm])
 @pytest.mark.parametrize(
     "other",
     [
-        WeightAveraging,
-        lambda: EMAWeightAveraging(decay=0.5),
-        lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+        in_row("WeightAveraging", WeightAveraging),
+        in_row("EMAWeightAveraging", lambda: EMAWeightAveraging(decay=0.5)),
+        in_row(
+            "StochasticWeightAveraging", lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
@@ -124,6 +130,7 @@ def several() -> list[DistillationCallback]:
 
 
 @pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.situation("several callbacks", proves="resumed equal")
 def test_several_distillations_resume_in_any_order(tmp_path: Path, order: int) -> None:
     whole, resumed = several(), several()
     ours = run(tmp_path / "whole", whole, [], epochs=3)
@@ -151,6 +158,7 @@ class Unfrozen(Student):
 
 
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.situation("BaseFinetuning", proves="resumed equal")
 def test_fine_tuning_resumes(tmp_path: Path, first: bool) -> None:
     """From before the unfreezing: Lightning itself resumes otherwise than uninterrupted after it."""
 
@@ -210,6 +218,7 @@ def counting_teacher() -> tuple[nn.Module, list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*not enough points")
+@pytest.mark.situation("learning rate finder", "batch size finder", proves="left as it was")
 def test_tuners_tune_the_distilled_training_and_leave_the_student_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +287,7 @@ def test_every_training_batch_is_distilled_and_no_other(options: dict[str, Any],
     assert_untouched(student)
 
 
+@pytest.mark.situation("LBFGS", proves="equal to a reference")
 def test_lbfgs_distils_each_evaluation_of_its_closure() -> None:
     class Second(Student):
         def configure_optimizers(self) -> Any:
@@ -339,6 +349,11 @@ def test_the_mask_and_the_loss_see_the_batch_before_the_users_step_pops_from_it(
     assert seen == [{"input", "labels"}] * 2
 
 
+@pytest.mark.situation(
+    "EarlyStopping on a distillation metric",
+    "ModelCheckpoint on a distillation metric",
+    proves="equal to a reference",
+)
 def test_early_stopping_and_checkpoints_follow_a_distillation_metric(tmp_path: Path) -> None:
     stop = EarlyStopping("distill/total", patience=1, min_delta=100.0, check_on_train_epoch_end=True)
     best = ModelCheckpoint(tmp_path, monitor="distill/total")
@@ -368,6 +383,7 @@ def test_callbacks_that_the_module_configures() -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.situation("fault: Ctrl-C", proves=("resumed equal", "left as it was"))
 def test_a_keyboard_interrupt_puts_everything_back_and_its_checkpoint_resumes(tmp_path: Path) -> None:
     class Interrupt(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -416,6 +432,9 @@ def test_what_a_fit_left_behind_is_cleared_away_by_the_next(same: bool) -> None:
     assert {name.split("/")[0] for name in fit.callback_metrics} == {then.name}
 
 
+@pytest.mark.situation(
+    "fault: exception in the logger", "fault: exception in another callback", proves="left as it was"
+)
 def test_a_failing_logger_or_setup_leaves_the_student_untouched() -> None:
     class Full(L.pytorch.loggers.logger.Logger):
         name = "full"

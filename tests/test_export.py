@@ -103,6 +103,16 @@ def test_files_are_read_where_this_package_is_not_installed(tmp_path: Path) -> N
     assert all(map(torch.equal, read, student.parameters()))
 
 
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    fit = trainer()
+    fit.fit(make_student(), loader())
+    with pytest.raises(TypeError, match="was given Trainer: pass its lightning_module"):
+        save_student(fit, tmp_path / "student.pt")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"was given NoneType$"):
+        save_student(None, tmp_path / "student.pt")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_the_earlier_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_student(nn.Linear(2, 1), tmp_path / "student.pt")
     before = path.read_bytes()

@@ -57,6 +57,15 @@ def test_several_activations_meet_in_order_and_sum() -> None:
     torch.testing.assert_close(BoundPair(pair)(ours, theirs, None), expected)
 
 
+def test_a_projector_of_the_wrong_size_is_named_with_its_pair() -> None:
+    bound = BoundPair(Pair("outputs[a]", "outputs[c]", MSE, projector=nn.Linear(5, 4), name="hidden"))
+    with pytest.raises(
+        RuntimeError,
+        match=r"pair 'hidden': its projector Linear\(in_features=5.* of shape \[2, 3\]: mat1 and mat2",
+    ):
+        bound([torch.randn(2, 3)], [torch.randn(2, 4)], None)
+
+
 def test_a_linear_projector_for_each_activation() -> None:
     pair = Pair("outputs[a|b]", "outputs[c|d]", MSE, projector="linear")
     bound = BoundPair(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from softs_lightning.names import strip_wrappers
+from softs_lightning.transfer import iter_tensors
 
 __all__ = ["differences", "feed_fingerprint", "teacher_fingerprint"]
 
@@ -73,7 +74,21 @@ def teacher_fingerprint(module: nn.Module) -> dict[str, Any]:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     named = {strip_wrappers(n): t for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    named.update(_packed(module))
     yield from sorted(named.items())
+
+
+def _packed(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that quantised layers of ``torch.ao`` keep outside their parameters, as what they stand for."""
+    for name, layer in module.named_modules():
+        kind = type(layer).__module__
+        if kind.startswith("torch.ao.nn.") and ".quantized." in kind:
+            for key, value in layer.state_dict().items():
+                for i, tensor in enumerate(iter_tensors(value)):
+                    yield (
+                        f"{strip_wrappers(name)}.{key}.{i}",
+                        tensor.dequantize() if tensor.is_quantized else tensor,
+                    )
 
 
 def _inner(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,7 +37,14 @@ def rows() -> Iterator[Row]:
         def compiled(prefix: CompiledPrefix = prefix, batch: dict = batch) -> None:  # type: ignore[type-arg]
             prefix(**batch)
 
+        cut = torch.compile(case.cut(case.build(width, 12).requires_grad_(False), 6), fullgraph=True)
+
+        def ends_there(cut: Any = cut, batch: dict = batch) -> None:  # type: ignore[type-arg]
+            cut(**batch)
+
         with torch.no_grad():
             yield compare(
                 setting, "compiled prefix / eager exit at layer 6 of 12", compiled, eager, limit=limit
             )
+            what = "compiled prefix / a model of 6 layers, compiled without hooks"
+            yield compare(setting, what, compiled, ends_there)

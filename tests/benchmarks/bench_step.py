@@ -119,7 +119,7 @@ class Endless(IterableDataset[Any]):
 class Steps:
     """A fit on a thread of its own that takes one step at each call."""
 
-    def __init__(self, module: L.LightningModule, batch: Any, *callbacks: L.Callback) -> None:
+    def __init__(self, module: L.LightningModule, batch: Any, *callbacks: L.Callback, **options: Any) -> None:
         self.data = Endless(batch)
         self.error: BaseException | None = None
         trainer = L.Trainer(
@@ -130,6 +130,7 @@ class Steps:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **options,
         )
         self.thread = threading.Thread(target=self._fit, args=(trainer, module), daemon=True)
         self.thread.start()

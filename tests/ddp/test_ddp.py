@@ -17,7 +17,7 @@ import torch
 from tests.ddp import run
 
 SCRIPT = Path(run.__file__)
-ALIKE = ["plain", "static", "scheduled", "manual", "side", "balanced", "uncertain", "tokens"]
+ALIKE = ["plain", "static", "scheduled", "manual", "side", "balanced", "uncertain", "tokens", "window"]
 SCENARIOS = [*ALIKE, "uneven", "idle"]
 
 pytestmark = [
@@ -115,6 +115,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scenario", ALIKE)
+@pytest.mark.situation("DDP, two nodes", proves="equal to a reference")
 def test_two_nodes_equal_one_process_on_the_union_batch(
     scenario: str, single: dict[str, Any], two_nodes: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_two_nodes_equal_one_process_on_the_union_batch(
     assert_equal(first, single[scenario], 1e-12)
 
 
+@pytest.mark.situation("DDP, two nodes", proves="equal to a reference")
 def test_an_uneven_last_batch_counts_each_rank_alike(two_nodes: Path) -> None:
     """As DistributedDataParallel counts the user's own loss: the mean of the ranks' means."""
     torch.manual_seed(0)
@@ -154,6 +156,7 @@ def test_validation_metrics_are_those_of_all_ranks(single: dict[str, Any], two_n
         assert found["metrics"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.situation("DDP, two nodes", proves=("refused with message", "left as it was"))
 def test_parameters_that_no_loss_reaches_are_named_at_the_first_step(two_nodes: Path) -> None:
     for found in read(two_nodes, "idle"):
         assert (
@@ -163,6 +166,7 @@ def test_parameters_that_no_loss_reaches_are_named_at_the_first_step(two_nodes: 
         assert found["left"] == ["idle", "net"]
 
 
+@pytest.mark.situation("DDP, launched by Lightning", proves=("resumed equal", "checkpoint clean"))
 def test_the_launcher_of_lightning_resumes_what_one_process_began(
     tmp_path: Path, single: dict[str, Any]
 ) -> None:
@@ -176,13 +180,18 @@ def test_the_launcher_of_lightning_resumes_what_one_process_began(
     assert sorted(written["state_dict"]) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
 
 
+@pytest.mark.situation("DDP, spawned", proves=("equal to a reference", "refused with message"))
 def test_spawned_processes_train_alike(tmp_path: Path, single: dict[str, Any]) -> None:
     finish(launch(str(SCRIPT), str(tmp_path), "scheduled", "2", "1", "ddp_spawn"))
     found = torch.load(tmp_path / "scheduled.rank0.pt", weights_only=True)
     for name, value in found["student"].items():
         torch.testing.assert_close(value, single["scheduled"]["student"][name], rtol=0, atol=1e-12)
+    # The projectors stayed with the processes that have ended, and a checkpoint without them says so.
+    assert "were trained in processes that have ended, and this one has never seen them" in found["late"]
+    assert not (tmp_path / "late.ckpt").exists()
 
 
+@pytest.mark.situation("fault: killed rank", proves="resumed equal")
 def test_a_killed_rank_ends_the_others_and_its_checkpoint_resumes(
     tmp_path: Path, single: dict[str, Any]
 ) -> None:
