@@ -21,6 +21,7 @@ from torch import nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, DISTILLED, Failure, Refusal, arms, build
+from softs_lightning.ema import EMATeacher
 from softs_lightning.explain import Plan, build_callbacks, distils, examine, leave_untrained, parameters
 from softs_lightning.report import (
     Arm,
@@ -150,7 +151,7 @@ def _train(
     data: L.LightningDataModule = build(recipe.data, "data")
     callbacks = build_callbacks(recipe)
     if arm == ALONE:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
+        callbacks = [c for c in callbacks if not isinstance(c, (DistillationCallback, EMATeacher))]
     logger = CSVLogger(directory / "logs", name=arm, version=str(seed))
     trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, logger=logger)
     trainer.fit(student, datamodule=data)

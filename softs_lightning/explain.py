@@ -75,6 +75,7 @@ def examine(recipe: DictConfig) -> Examination:
     """Run teacher and student once on a batch of the recipe's data; nothing is trained or written.
 
     A teacher that has yet to be trained takes part with random weights: names, shapes and costs are the same.
+    Data with a method `example_batch()` need not be there either: the batch is what that returns.
 
     Raises:
         Refusal: for whatever in the recipe does not fit teacher, student or data.
@@ -107,6 +108,8 @@ def leave_untrained(callback: DistillationCallback) -> None:
 
 def _batch(recipe: DictConfig) -> Any:
     data: L.LightningDataModule = build(recipe.data, "data")
+    if callable(example := getattr(data, "example_batch", None)):
+        return example()  # of data that may not be on this machine
     data.prepare_data()
     data.setup("fit")
     loaders = CombinedLoader(data.train_dataloader(), mode="max_size_cycle")
