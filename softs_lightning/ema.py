@@ -208,11 +208,6 @@ class EMATeacher(Callback):
 
     def _refuse(self, trainer: Trainer) -> None:
         distillation = self._distillation(trainer)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(c is not self and isinstance(c, EMATeacher) and c.of == self.of for c in callbacks):
-            raise MisconfigurationException(
-                f"two EMATeacher callbacks move the teacher of {self.of!r}: keep one"
-            )
         strategy = trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy) or not isinstance(
             strategy, (SingleDeviceStrategy, DDPStrategy)
