@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
-from softs_lightning.teacher import Cost
+from softs_lightning.teacher import Cost, Teacher
 from softs_lightning.trained import TrainedTeacher
 
 __all__ = [
@@ -101,9 +102,14 @@ def distils(recipe: DictConfig) -> bool:
 
 
 def leave_untrained(callback: DistillationCallback) -> None:
-    """Let a teacher that has yet to be trained take part with random weights."""
-    if isinstance(callback.teacher.source, TrainedTeacher):
-        callback.teacher.source = callback.teacher.source.untrained
+    """Let a teacher that has yet to be trained take part with random weights, of which no store keeps anything."""
+    teacher = callback.teacher
+    if not isinstance(teacher.source, TrainedTeacher):
+        return
+    if type(teacher) is not Teacher:  # one with a store, which is for what the trained teacher says
+        options = list(inspect.signature(Teacher.__init__).parameters)[2:]  # behind self and source
+        callback.teacher = Teacher(teacher.source, **{name: getattr(teacher, name) for name in options})
+    callback.teacher.source = teacher.source.untrained
 
 
 def _batch(recipe: DictConfig) -> Any:
