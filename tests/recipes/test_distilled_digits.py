@@ -196,7 +196,7 @@ def test_a_store_that_is_not_there_yet_is_filled_with_what_the_trained_teacher_s
     tmp_path: Path, cache: Path
 ) -> None:
     """The dry run before it, of a teacher with random weights, leaves nothing in it."""
-    folder, found = run(
+    folder, _ = run(
         "from-store", "data.passes=4", "teacher.data.passes=5", QUIET, folder=tmp_path, cache=cache
     )
     assert logged(folder, "from the store") == logged(folder, "live teacher")
