@@ -57,10 +57,11 @@ class Digits(L.LightningDataModule):
         passes: how often one epoch goes through the pool.
         seed: which images keep their label, and the order of the batches. The split into pool,
             validation and test never changes.
+        half: train on the first (0) or the second (1) half of the pool only; `None`: on all of it.
 
     Raises:
-        ValueError: if `labels` is not a multiple of ten in 10..500 (some class has fewer than 100 images in the
-            pool), or `batch_size` or `passes` is less than one.
+        ValueError: if `labels` is not a multiple of ten in 10..500 (200 in a half of the pool: no class
+            has fewer images), `batch_size` or `passes` is less than one, or `half` neither 0 nor 1.
 
     >>> data = Digits(labels=50)
     >>> (data.train.label >= 0).sum().item(), len(data.train), len(data.validation), len(data.test)
@@ -68,13 +69,22 @@ class Digits(L.LightningDataModule):
     """
 
     def __init__(
-        self, *, labels: int | None = None, batch_size: int = 250, passes: int = 1, seed: int = 0
+        self,
+        *,
+        labels: int | None = None,
+        batch_size: int = 250,
+        passes: int = 1,
+        seed: int = 0,
+        half: int | None = None,
     ) -> None:
         super().__init__()
-        if labels is not None and (labels % CLASSES or not CLASSES <= labels <= 500):
+        most = 500 if half is None else 200
+        if labels is not None and (labels % CLASSES or not CLASSES <= labels <= most):
             raise ValueError(
-                f"labels={labels}: give a multiple of ten from 10 to 500, or null for all of them."
+                f"labels={labels}: give a multiple of ten from 10 to {most}, or null for all of them."
             )
+        if half not in (None, 0, 1):
+            raise ValueError(f"half={half}: the pool has a half 0 and a half 1; null is all of it.")
         if batch_size < 1 or passes < 1:
             raise ValueError(f"batch_size={batch_size} and passes={passes}: both must be at least 1.")
         self.labels, self.batch_size, self.passes, self.seed = labels, batch_size, passes, seed
@@ -83,6 +93,8 @@ class Digits(L.LightningDataModule):
         label = torch.tensor(digits, dtype=torch.int64)
         order = torch.randperm(len(image), generator=torch.Generator().manual_seed(0))
         pool, validation, test = order.tensor_split([POOL, POOL + VALIDATION])
+        if half is not None:
+            pool = pool.chunk(2)[half]
         self.train = Images(image[pool], self.hide(label[pool]), passes=passes)
         self.validation = Images(image[validation], label[validation])
         self.test = Images(image[test], label[test])

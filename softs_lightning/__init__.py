@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from softs_lightning.callback import DistillationCallback
     from softs_lightning.catcher import ModelIOCatcher
+    from softs_lightning.ema import EMATeacher
     from softs_lightning.export import save_student
     from softs_lightning.losses import check_loss
     from softs_lightning.pairing import Pair
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DistillationCallback",
+    "EMATeacher",
     "ModelIOCatcher",
     "Pair",
     "ProductSpec",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "DistillationCallback": "callback",
+    "EMATeacher": "ema",
     "ModelIOCatcher": "catcher",
     "Pair": "pairing",
     "ProductSpec": "product",

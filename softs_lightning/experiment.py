@@ -27,6 +27,7 @@ from torch import nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, DISTILLED, Failure, Refusal, arms, build
+from softs_lightning.ema import EMATeacher
 from softs_lightning.explain import Plan, build_callbacks, distils, examine, leave_untrained, parameters
 from softs_lightning.likeness import Likeness
 from softs_lightning.report import Arm, Measure, Result, Stop, Timing, read_curves, write_metrics
@@ -176,7 +177,7 @@ def _train(
     data: L.LightningDataModule = build(recipe.data, "data")
     callbacks = build_callbacks(recipe)
     if arm == ALONE:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, DistillationCallback)]
+        callbacks = [c for c in callbacks if not isinstance(c, (DistillationCallback, EMATeacher))]
     loggers = _loggers(recipe, directory, arm, seed) or False
     trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=[*callbacks, *further], logger=loggers)
     trainer.fit(student, datamodule=data)

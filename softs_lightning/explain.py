@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
-from softs_lightning.teacher import Cost
+from softs_lightning.teacher import Cost, Teacher
 from softs_lightning.trained import TrainedTeacher
 
 __all__ = [
@@ -76,6 +77,7 @@ def examine(recipe: DictConfig) -> Examination:
     """Run teacher and student once on a batch of the recipe's data; nothing is trained or written.
 
     A teacher that has yet to be trained takes part with random weights: names, shapes and costs are the same.
+    Data with a method `example_batch()` need not be there either: the batch is what that returns.
 
     Raises:
         Refusal: for whatever in the recipe does not fit teacher, student or data.
@@ -109,13 +111,20 @@ def distils(recipe: DictConfig) -> bool:
 
 
 def leave_untrained(callback: DistillationCallback) -> None:
-    """Let a teacher that has yet to be trained take part with random weights."""
-    if isinstance(callback.teacher.source, TrainedTeacher):
-        callback.teacher.source = callback.teacher.source.untrained
+    """Let a teacher that has yet to be trained take part with random weights, of which no store keeps anything."""
+    teacher = callback.teacher
+    if not isinstance(teacher.source, TrainedTeacher):
+        return
+    if type(teacher) is not Teacher:  # one with a store, which is for what the trained teacher says
+        options = list(inspect.signature(Teacher.__init__).parameters)[2:]  # behind self and source
+        callback.teacher = Teacher(teacher.source, **{name: getattr(teacher, name) for name in options})
+    callback.teacher.source = teacher.source.untrained
 
 
 def _batch(recipe: DictConfig) -> Any:
     data: L.LightningDataModule = build(recipe.data, "data")
+    if callable(example := getattr(data, "example_batch", None)):
+        return example()  # of data that may not be on this machine
     data.prepare_data()
     data.setup("fit")
     loaders = CombinedLoader(data.train_dataloader(), mode="max_size_cycle")

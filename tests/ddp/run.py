@@ -6,6 +6,7 @@ Each rank writes OUT/SCENARIO.rankN.pt: the weights, the projectors, the metrics
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from softs_lightning import DistillationCallback, Pair
+from softs_lightning import DistillationCallback, EMATeacher, Pair
 from softs_lightning.balancing import GradientBalance, UncertaintyBalance
 from softs_lightning.schedules import Between
 
@@ -75,6 +76,14 @@ class OnlyDistilled(Student):
         h = self.net[1](self.net[0](batch[0]))
         self.side(h)
         return F.cross_entropy(self.net[2](h), batch[1])
+
+
+class Normed(Student):
+    """Keeps statistics of its batches, which differ on the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
 class Share(Sampler[int]):
@@ -157,7 +166,12 @@ class Kill(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-STUDENTS: dict[str, type[Student]] = {"manual": ByHand, "idle": Idle, "side": OnlyDistilled}
+STUDENTS: dict[str, type[Student]] = {
+    "manual": ByHand,
+    "idle": Idle,
+    "side": OnlyDistilled,
+    "statistics": Normed,
+}
 
 
 def train(
@@ -174,8 +188,9 @@ def train(
     )().double()  # Lightning restores weights before it converts the module
     if scenario == "static":
         strategy = DDPStrategy(static_graph=True) if devices * nodes > 1 else "auto"
+    mean = EMATeacher(0.8, part="net") if scenario in ("averaged", "statistics") else None
     callback = DistillationCallback(
-        make_teacher(),
+        make_teacher() if mean is None else lambda: copy.deepcopy(student.net),
         pairs(scenario),
         manual=scenario == "manual",
         validate=scenario == "plain",
@@ -198,7 +213,12 @@ def train(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback, checkpoint, *([Kill()] if scenario == "killed" else [])],
+        callbacks=[
+            callback,
+            checkpoint,
+            *([Kill()] if scenario == "killed" else []),
+            *([mean] if mean else []),
+        ],
     )
     try:
         trainer.fit(
@@ -222,6 +242,7 @@ def train(
         "student": student.state_dict(),
         **callback.state_dict(),
         "metrics": metrics,
+        **({"average": dict(mean.weights)} if mean else {}),
         "rank": trainer.global_rank,
         "late": late,
     }

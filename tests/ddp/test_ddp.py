@@ -17,8 +17,19 @@ import torch
 from tests.ddp import run
 
 SCRIPT = Path(run.__file__)
-ALIKE = ["plain", "static", "scheduled", "manual", "side", "balanced", "uncertain", "tokens", "window"]
-SCENARIOS = [*ALIKE, "uneven", "idle"]
+ALIKE = [
+    "plain",
+    "static",
+    "scheduled",
+    "manual",
+    "side",
+    "balanced",
+    "uncertain",
+    "tokens",
+    "window",
+    "averaged",
+]
+SCENARIOS = [*ALIKE, "uneven", "idle", "statistics"]
 
 pytestmark = [
     pytest.mark.ddp,
@@ -69,7 +80,7 @@ def read(out: Path, scenario: str) -> list[dict[str, Any]]:
 
 
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
-    for part in ("student", "projectors"):
+    for part in ("student", "projectors", *(["average"] if "average" in ours else [])):
         assert ours[part].keys() == theirs[part].keys()
         for name, value in ours[part].items():
             if name.endswith("bits"):  # of float64 numbers
@@ -122,6 +133,12 @@ def test_two_nodes_equal_one_process_on_the_union_batch(
     first, second = read(two_nodes, scenario)
     assert_equal(first, second, 0.0)
     assert_equal(first, single[scenario], 1e-12)
+
+
+def test_an_average_has_the_first_ranks_statistics(two_nodes: Path) -> None:
+    first, second = read(two_nodes, "statistics")
+    assert not torch.equal(first["student"]["net.1.running_mean"], second["student"]["net.1.running_mean"])
+    assert all(torch.equal(value, second["average"][name]) for name, value in first["average"].items())
 
 
 @pytest.mark.situation("DDP, two nodes", proves="equal to a reference")
