@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.situations import pytest_addoption, pytest_configure
+from tests.situations import pytest_addoption, pytest_configure, pytest_itemcollected
 
-__all__ = ["pytest_addoption", "pytest_configure"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_itemcollected"]
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

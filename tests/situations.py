@@ -10,18 +10,30 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-__all__ = ["COLUMNS", "ROWS", "Situations", "pytest_addoption", "pytest_configure"]
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "Situations",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_itemcollected",
+]
+
+PROPERTY = "situation"
 
 ROWS = (
     "one device",
     "DDP, two nodes",
     "DDP, launched by Lightning",
     "DDP, spawned",
-    "sharding strategies",
+    "FSDP2",
+    "other sharding strategies",
+    "teacher sharded over the ranks",
+    "teacher on the CPU",
+    "teacher that is the student's average",
     "precision 32-true",
     "precision 64-true",
     "precision bf16-mixed",
@@ -86,14 +98,12 @@ class Situations:
     cells: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
 
-    def pytest_itemcollected(self, item: Any) -> None:
-        for mark in item.iter_markers("situation"):
-            for cell in _cells(item.nodeid, *mark.args, **mark.kwargs):
-                self.cells.setdefault(cell, {}).setdefault(item.nodeid.partition("[")[0], []).append(
-                    item.nodeid
-                )
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, (rows, proves) in report.user_properties:
+            if name == PROPERTY and report.when == "setup":
+                for cell in _cells(report.nodeid, *rows, proves=proves):
+                    tests = self.cells.setdefault(cell, {})
+                    tests.setdefault(report.nodeid.partition("[")[0], []).append(report.nodeid)
         if report.failed:
             self.outcomes[report.nodeid] = "failed"
         elif report.skipped:
@@ -139,9 +149,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The marks travel in a test's reports, to whichever process writes the table."""
+    for mark in item.iter_markers("situation"):
+        proves = mark.kwargs["proves"]
+        _cells(item.nodeid, *mark.args, proves=proves)
+        item.user_properties.append((PROPERTY, (mark.args, proves)))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "situation(*names, proves=...): what of the table of situations a test proves"
     )
-    if out := config.getoption("--situations"):
+    of_xdist = hasattr(config, "workerinput")
+    if (out := config.getoption("--situations")) and not of_xdist:
         config.pluginmanager.register(Situations(Path(out)), "situations")

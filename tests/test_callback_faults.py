@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.situation("sharding strategies", proves=("refused with message", "left as it was"))
+@pytest.mark.situation("FSDP2", proves=("refused with message", "left as it was"))
 def test_a_student_that_nothing_shards_is_refused_under_model_parallel() -> None:
     student = make_student()
     student.configure_model = lambda: None  # type: ignore[method-assign]
@@ -159,6 +159,7 @@ def test_a_student_that_nothing_shards_is_refused_under_model_parallel() -> None
     assert_untouched(student)
 
 
+@pytest.mark.situation("other sharding strategies", proves="refused with message")
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_other_ways_of_sharding_are_refused_with_the_way_out(strategy: type[Strategy]) -> None:
     callback = DistillationCallback(make_teacher(), [hidden()])

@@ -90,6 +90,7 @@ def assert_close(ours: Any, theirs: Weights) -> None:
         torch.testing.assert_close(tensor.double(), theirs[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.situation("teacher that is the student's average", proves="equal to a reference")
 @pytest.mark.parametrize(
     ("given", "decay"),
     [(0.8, lambda step: 0.8), (Linear(0.5, 0.9, over=4), lambda step: 0.5 + 0.1 * min(step, 4))],
@@ -161,6 +162,7 @@ def run(
     return student, mean, loop
 
 
+@pytest.mark.situation("teacher that is the student's average", proves="resumed equal")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resuming_goes_on_exactly(tmp_path: Path, accumulate: int) -> None:
     # Five batches an epoch: accumulating two, the last step of an epoch is of one batch.
@@ -173,6 +175,7 @@ def test_resuming_goes_on_exactly(tmp_path: Path, accumulate: int) -> None:
     assert any(not torch.equal(mean.weights[name], student.net.state_dict()[name]) for name in mean.weights)
 
 
+@pytest.mark.situation("teacher that is the student's average", proves=("checkpoint clean", "left as it was"))
 def test_a_checkpoint_is_one_of_the_student(tmp_path: Path) -> None:
     student, mean, _ = run(tmp_path, 1)
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
@@ -182,6 +185,7 @@ def test_a_checkpoint_is_one_of_the_student(tmp_path: Path) -> None:
     assert_untouched(student)
 
 
+@pytest.mark.situation("teacher that is the student's average", proves="refused with message")
 def test_resuming_without_an_average_is_refused(tmp_path: Path) -> None:
     loop = trainer(distillation())
     student = normed()

@@ -76,6 +76,7 @@ def test_an_unknown_placement_is_refused_with_those_there_are(placement: Any) ->
             make(make_teacher(), placement=placement)
 
 
+@pytest.mark.situation("teacher sharded over the ranks", proves="refused with message")
 def test_what_a_sharded_teacher_cannot_do_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compiled graph cannot gather"):
         Teacher(make_teacher(), placement="sharded", compile=True)

@@ -52,7 +52,21 @@ def read(out: Path, name: str) -> list[dict[str, Any]]:
     return [torch.load(out / f"{name}.rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ALIKE)
+def placed(name: str) -> str:
+    """The row of the table of situations that a scenario belongs to."""
+    if "sharded" in name:
+        return "teacher sharded over the ranks"
+    return "teacher on the CPU" if "cpu" in name else "FSDP2"
+
+
+def proven(name: str) -> tuple[str, ...]:
+    return ("equal to a reference", "resumed equal") if "resumed" in name else ("equal to a reference",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.situation(placed(name), proves=proven(name))) for name in ALIKE],
+)
 def test_two_processes_equal_one_on_the_union_batch(name: str, single: Single, two: Path) -> None:
     expected = {"projectors": {}, **single(name)}
     for found in read(two, name):
@@ -72,6 +86,7 @@ def test_between_steps_each_rank_holds_its_share_of_the_teacher(
         assert found["teacher"]["share"] <= most
 
 
+@pytest.mark.situation("FSDP2", proves="resumed equal")
 def test_a_rank_that_fails_ends_the_others_and_its_checkpoint_resumes(single: Single, tmp_path: Path) -> None:
     start = time.monotonic()
     process = two_processes(tmp_path, ["failing"])
@@ -93,6 +108,7 @@ def test_the_trainings_that_are_compared_differ_from_each_other(single: Single) 
     assert (apart + torch.eye(len(weights)) > 1e-4).all()
 
 
+@pytest.mark.situation("FSDP2", proves="checkpoint clean")
 @pytest.mark.parametrize("name", ["fsdp/epoch=0.ckpt", "after.ckpt"])
 def test_a_checkpoint_in_one_file_is_one_of_the_plain_student(name: str, two: Path) -> None:
     written = torch.load(two / name, weights_only=True)
@@ -100,6 +116,7 @@ def test_a_checkpoint_in_one_file_is_one_of_the_plain_student(name: str, two: Pa
     run_sharded.Student("auto").load_state_dict(written["state_dict"], strict=True)
 
 
+@pytest.mark.situation("FSDP2", proves="checkpoint clean")
 def test_a_checkpoint_in_a_folder_is_one_of_the_plain_student(two: Path, tmp_path: Path) -> None:
     dcp_to_torch_save(two / "fsdp-folder" / "epoch=1.ckpt", tmp_path / "whole.pt")
     written = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -131,6 +148,7 @@ REASONS = {
 }
 
 
+@pytest.mark.situation("FSDP2", proves="refused with message")
 @pytest.mark.parametrize("name", REASONS)
 def test_what_cannot_work_is_refused_on_every_rank(name: str, two: Path) -> None:
     for found in read(two, name):
