@@ -64,7 +64,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str], code: int)
     ("arguments", "message"),
     [
         (["recipe=digitz"], "There is no recipe 'digitz'. Did you mean digits?"),
-        (["recipe="], "There is no recipe ''. There are: digits, sentence-embeddings."),
+        (["recipe="], "There is no recipe ''. There are: "),
         (["digits"], "There is no command 'digits'. Did you mean recipe=digits?"),
         (["explian"], "There is no command 'explian'. Did you mean explain?"),
         (["recipes", "shwo"], "There is no 'recipes shwo'. Did you mean show?"),

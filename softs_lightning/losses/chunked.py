@@ -21,6 +21,7 @@ from softs_lightning.losses.arithmetic import (
     divisor,
     eager,
     full_precision,
+    one_of,
     positive,
 )
 from softs_lightning.losses.divergences import DIRECTIONS
@@ -117,6 +118,7 @@ def chunked_kl(
     0.0
     """
     check_same_shape(student, teacher, "chunked_kl")
+    positive("temperature", temperature)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 at least, got {chunk_size!r}")
     classes, shape = student.shape[-1], student.shape[:-1]
@@ -159,10 +161,8 @@ class ChunkedKL(DistillationLoss):
         self, temperature: float = 1.0, direction: str = "forward", *, chunk_size: int | None = None
     ) -> None:
         super().__init__()
-        self.temperature = positive("temperature", temperature)
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-        self.direction = direction
+        self.temperature = positive("ChunkedKL's temperature", temperature)
+        self.direction = one_of("ChunkedKL's direction", direction, DIRECTIONS)
         self.chunk_size = chunk_size
 
     def forward(
