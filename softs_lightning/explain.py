@@ -18,6 +18,7 @@ from softs_lightning.config import ALONE, Refusal, arms, build
 from softs_lightning.dryrun import rehearse
 from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
+from softs_lightning.pretrained import Pretrained, without_weights
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
 from softs_lightning.teacher import Cost
@@ -101,7 +102,7 @@ def distils(recipe: DictConfig) -> bool:
 
 def leave_untrained(callback: DistillationCallback) -> None:
     """Let a teacher that has yet to be trained take part with random weights."""
-    if isinstance(callback.teacher.source, TrainedTeacher):
+    if isinstance(callback.teacher.source, (TrainedTeacher, Pretrained)):
         callback.teacher.source = callback.teacher.source.untrained
 
 
@@ -165,7 +166,8 @@ def explain_recipe(recipe: DictConfig) -> str:
     for name, arm in distilling.items():
         if len(distilling) > 1:
             lines += [f"== {name}", ""]
-        lines += [*_explained(arm), ""]
+        with without_weights():
+            lines += [*_explained(arm), ""]
     return "\n".join(lines[:-1])
 
 
