@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from softs_lightning.config import nearest
 
-__all__ = ["KNOWN", "Pretrained", "without_weights"]
+__all__ = ["KNOWN", "Pretrained", "only_looking", "without_weights"]
 
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -47,6 +47,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "bert-large-uncased": {**BERT, **LARGE},
     "roberta-base": ROBERTA,
     "roberta-large": {**ROBERTA, **LARGE},
+    "sentence-transformers/stsb-roberta-base-v2": {**ROBERTA, "architectures": ["RobertaModel"]},
     "distilbert-base-uncased": {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"]},
     "gpt2": GPT2,
     "gpt2-medium": {**GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
@@ -100,6 +101,11 @@ def without_weights() -> Iterator[None]:
         _only_looking.reset(before)
 
 
+def only_looking() -> bool:
+    """Whether this is inside :func:`without_weights`: what is made now is looked at, never trained or scored."""
+    return _only_looking.get()
+
+
 class Pretrained:
     """Makes a pretrained transformers model; a teacher, or what a student is cut from.
 
@@ -143,7 +149,7 @@ class Pretrained:
         """
         import transformers
 
-        if _only_looking.get():
+        if only_looking():
             return self.untrained()
         try:
             kind = self._class(transformers.AutoConfig.from_pretrained(self.name, **self._of_config()))

@@ -45,7 +45,7 @@ def test_without_weights_the_shape_is_the_same_and_nothing_is_read(folder: str) 
 # Published sizes, in millions of parameters.
 SIZES = {
     "bert-base-uncased": 109.5, "bert-large-uncased": 335.2, "roberta-base": 124.7, "roberta-large": 355.4,
-    "distilbert-base-uncased": 67.0, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
+    "distilbert-base-uncased": 67.0, "sentence-transformers/stsb-roberta-base-v2": 124.6, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
     "sentence-transformers/all-MiniLM-L6-v2": 22.7, "sentence-transformers/all-MiniLM-L12-v2": 33.4,
     "sentence-transformers/all-mpnet-base-v2": 109.5, "HuggingFaceTB/SmolLM2-135M-Instruct": 134.5,
 }  # fmt: skip
