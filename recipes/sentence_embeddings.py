@@ -107,7 +107,7 @@ class SentenceEncoder(L.LightningModule):
     A sentence seen twice under different dropout must be nearer to itself than to the others of its batch.
 
     Args:
-        layers: which of the teacher's layers it starts with.
+        layers: which of the teacher's layers it starts with; `None`: the encoder as it is made.
         hidden: width of the residual stream; by default the teacher's.
         intermediate: width of the feed-forward layers; by default the teacher's.
         encoder: makes the model that it is cut from; by default MiniLM.
@@ -119,7 +119,7 @@ class SentenceEncoder(L.LightningModule):
     def __init__(
         self,
         *,
-        layers: Sequence[int] = (0, 3),
+        layers: Sequence[int] | None = (0, 3),
         hidden: int | None = None,
         intermediate: int | None = None,
         encoder: Callable[[], PreTrainedModel] | None = None,
@@ -130,8 +130,13 @@ class SentenceEncoder(L.LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["encoder"])
         self.lr, self.temperature = lr, temperature
-        made = from_teacher(encoder or minilm, layers=list(layers), hidden=hidden, intermediate=intermediate)
-        self.encoder = cast(Any, made)
+        source = encoder or minilm
+        if layers is None and hidden is None and intermediate is None:
+            made = source()
+        else:
+            kept = None if layers is None else list(layers)
+            made = from_teacher(source, layers=kept, hidden=hidden, intermediate=intermediate)
+        self.encoder = cast(Any, made).train()
         self.encoder.pooler = None
         self.encoder.embeddings.requires_grad_(not freeze_embeddings)
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
 from softs_lightning.pretrained import only_looking
@@ -32,6 +32,7 @@ __all__ = [
     "load_tokenizer",
     "minilm",
     "minilm_folder",
+    "new_encoder",
     "news_sentences",
     "percent",
     "sentences_of",
@@ -62,6 +63,15 @@ def minilm(attn_implementation: str | None = None) -> PreTrainedModel:
         if shown:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return model
+
+
+def new_encoder(**config: Any) -> PreTrainedModel:
+    """An encoder of the given shape with random weights.
+
+    >>> new_encoder(model_type="bert", num_hidden_layers=1, hidden_size=12).config.hidden_size
+    12
+    """
+    return cast(PreTrainedModel, AutoModel.from_config(AutoConfig.for_model(**config)))
 
 
 @cache

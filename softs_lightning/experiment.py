@@ -79,7 +79,7 @@ def run_recipe(recipe: DictConfig, *, name: str, directory: Path, sweep: bool = 
             student, data = _train(arm, seed, name, directory, keep=keep)
             scores.append(_scores(arm, student, data, teacher))
             size = parameters(student)
-        stops = tuple(Stop(plan.cost.stop, plan.cost.saved) for plan in plans[name])
+        stops = tuple(Stop(cost.stop, cost.saved) for plan in plans[name] for cost in plan.costs)
         found.append(Arm(name, tuple(scores), size, stops))
         if name == ALONE:
             _refuse_poor_teacher(measures[0], ceiling, found[0])

@@ -21,6 +21,7 @@ from softs_lightning.pairing import Pair
 from softs_lightning.pretrained import Pretrained, without_weights
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
+from softs_lightning.stages import Stage, stages, turns
 from softs_lightning.teacher import Cost
 from softs_lightning.trained import TrainedTeacher
 
@@ -56,6 +57,13 @@ class Plan:
     cost: Cost
     ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
+    stages: tuple[Stage, ...] = ()  # where pairs take turns; `cost` is that of all together
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """The teacher's cost in each stage in which it runs; of several that stop alike, one."""
+        found = [stage.cost for stage in self.stages if stage.cost is not None]
+        return tuple(dict.fromkeys(found)) or (self.cost,)
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,22 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
     captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
     with _refusing(f"{callback.name}, student"):
         ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
-    return Plan(callback.name, name, size, seen.cost, seen.ran, tuple(zip(pairs, theirs, ours, strict=True)))
+    return Plan(
+        callback.name,
+        name,
+        size,
+        seen.cost,
+        seen.ran,
+        tuple(zip(pairs, theirs, ours, strict=True)),
+        tuple(stages(callback.pairs, [_cost(callback, batch, on) for _, _, on in turns(callback.pairs)])),
+    )
+
+
+def _cost(callback: DistillationCallback, batch: Any, on: Sequence[Pair]) -> Cost | None:
+    if not on:
+        return None
+    with outline(callback.teacher, batch, ProductSpec.union(pair.teacher for pair in on)) as seen:
+        return seen.cost
 
 
 @contextmanager
@@ -179,7 +202,7 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
         yield from (f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters", "")
         for pair, theirs, ours in plan.pairs:
             yield from (_headline(pair), *_columns(theirs, ours), "")
-        yield from (_stop(plan.cost), _how(plan.ran))
+        yield from (*map(str, plan.stages), _stop(plan.cost), _how(plan.ran))
 
 
 def _headline(pair: Pair) -> str:
