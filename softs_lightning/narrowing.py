@@ -138,7 +138,7 @@ def _rotated(
 ) -> PreTrainedModel:
     old = model.config.hidden_size
     _smaller("hidden", width, old)
-    base, head = model.base_model, model.get_output_embeddings()
+    base, head = model.base_model, cast(Any, model).get_output_embeddings()
     if head is None or base is model:
         raise ValueError(
             f"{type(model).__name__} has no head into which the weight of its last norm could move: give the "
@@ -214,7 +214,7 @@ def _moments(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]] | No
     hooks = [norm.register_forward_pre_hook(note) for norm in norms]
     training = model.training
     try:
-        model.eval()
+        cast(nn.Module, model).eval()
         with torch.no_grad():
             for batch in inputs:
                 model(**batch)
@@ -228,7 +228,8 @@ def _moments(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]] | No
 
 
 def _principal(moment: Tensor, width: int) -> Tensor:
-    return torch.linalg.eigh(moment).eigenvectors[:, -width:].flip(1)
+    directions: Tensor = torch.linalg.eigh(moment).eigenvectors
+    return directions[:, -width:].flip(1)
 
 
 # -- BERT-like ------------------------------------------------------------------------------------
@@ -272,8 +273,9 @@ def _heads(model: PreTrainedModel, layer: str, size: int, count: int) -> Tensor:
     """The rows of the heads of one layer whose value and output weights are largest."""
     value = model.get_parameter(f"{layer}.attention.self.value.weight").detach().double().cpu()
     output = model.get_parameter(f"{layer}.attention.output.dense.weight").detach().double().cpu()
-    score = value.unflatten(0, (-1, size)).norm(dim=(1, 2)) * output.unflatten(1, (-1, size)).norm(dim=(0, 2))
-    heads = score.topk(count).indices.sort().values
+    each = len(value) // size
+    score = value.view(each, size, -1).norm(dim=(1, 2)) * output.view(-1, each, size).norm(dim=(0, 2))
+    heads: Tensor = score.topk(count).indices.sort().values
     return (heads[:, None] * size + torch.arange(size)).flatten()
 
 
@@ -284,7 +286,7 @@ def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     """Another model of the class; what is drawn for its weights does not show in what is drawn later."""
     try:
         with torch.random.fork_rng(devices=()):
-            return cast(PreTrainedModel, type(model)._from_config(config, dtype=model.dtype))
+            return cast(PreTrainedModel, cast(Any, type(model))._from_config(config, dtype=model.dtype))
     except ValueError as error:
         raise ValueError(f"{type(model).__name__} cannot be built this narrow: {error}") from error
 
@@ -309,11 +311,12 @@ def _smaller(what: str, width: int, old: int) -> None:
 
 def _layer(name: str) -> str:
     found = LAYER.match(name)
-    return found[0] if found else ""
+    return str(found[0]) if found else ""
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, part in model.named_modules() if part is wanted)
+    found: str = next(name for name, part in model.named_modules() if part is wanted)
+    return found
 
 
 def _changes(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, list[int]]:

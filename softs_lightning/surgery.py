@@ -159,7 +159,8 @@ def from_teacher(
     if hidden is not None:
         student = narrow_hidden(student or model, hidden, inputs=inputs)
     assert student is not None
-    return student.to(cast(Any, model.device)).train()
+    moved: PreTrainedModel = student.to(cast(Any, model.device)).train()
+    return moved
 
 
 def _model(teacher: Source) -> PreTrainedModel:
@@ -290,7 +291,7 @@ def _on_meta(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 def _build(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model of random weights; what was drawn for them does not show in what is drawn later."""
     with torch.random.fork_rng(devices=()):
-        return cast(PreTrainedModel, kind._from_config(config, dtype=dtype))
+        return cast(PreTrainedModel, cast(Any, kind)._from_config(config, dtype=dtype))
 
 
 def _same_layers(model: nn.Module, student: nn.Module, kept: Mapping[Stack, Sequence[int]]) -> None:
