@@ -104,13 +104,13 @@ class Documentation(L.LightningDataModule):
             "validation": tuple(t for t in texts if 20 <= percent(t) < 30),
             "train": tuple(t for t in texts if percent(t) >= 30),
         }
-        self.encode = _encoder(tokenizer, parts["train"])
+        self.encode, self.end = _encoder(tokenizer, parts["train"])
         self.test, self.validation, self.train = (
             self._rows(parts[part]) for part in ("test", "validation", "train")
         )
 
     def _rows(self, texts: Sequence[str]) -> Tensor:
-        tokens = [token for text in texts for token in (*self.encode(text), END)]
+        tokens = [token for text in texts for token in (*self.encode(text), self.end)]
         whole = len(tokens) // self.length * self.length
         return torch.tensor(tokens[:whole]).reshape(-1, self.length)
 
@@ -150,12 +150,15 @@ def _lines(file: str) -> tuple[str, ...]:
     return SourceFolder.lines(file)
 
 
-def _encoder(tokenizer: str | None, texts: tuple[str, ...]) -> Callable[[str], list[int]]:
+def _encoder(tokenizer: str | None, texts: tuple[str, ...]) -> tuple[Callable[[str], list[int]], int]:
+    """What makes tokens of a text, and the token that ends one."""
     if tokenizer is None:
         pairs = byte_pairs(texts)
-        return lambda text: cast(list[int], pairs.encode(text).ids)
+        return lambda text: cast(list[int], pairs.encode(text).ids), END
     loaded = load_tokenizer(tokenizer)
-    return lambda text: cast(list[int], loaded([text], max_length=10**6)["input_ids"][0])
+    if loaded.eos_token_id is None:
+        raise ValueError(f"the tokenizer {tokenizer!r} has no token that ends a text (eos_token)")
+    return lambda text: cast(list[int], loaded(text)["input_ids"]), int(loaded.eos_token_id)
 
 
 class LanguageModel(L.LightningModule):

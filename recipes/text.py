@@ -149,11 +149,16 @@ class StandInTokenizer:
     """
 
     pad_token_id = 1
+    eos_token_id = 0
 
     def __init__(self, max_id: int = 1000) -> None:
         self.max_id = max_id
 
-    def __call__(self, texts: Sequence[str], *, max_length: int, **options: Any) -> BatchEncoding:
+    def __call__(
+        self, texts: str | Sequence[str], *, max_length: int | None = None, **options: Any
+    ) -> BatchEncoding:
+        if isinstance(texts, str):
+            return BatchEncoding({"input_ids": self([texts], max_length=max_length)["input_ids"][0].tolist()})
         rows = [
             [2 + zlib.crc32(w.encode()) % (self.max_id - 2) for w in t.split()][:max_length] for t in texts
         ]

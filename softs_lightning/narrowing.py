@@ -159,7 +159,7 @@ def _rotated(
     )
     student = _build(model, config)
     prefix = next(name for name, part in model.named_modules() if part is base) + "."
-    theirs = {name: value.detach().double() for name, value in model.state_dict().items()}
+    theirs = {name: value.detach().double().cpu() for name, value in model.state_dict().items()}
     filled = {}
     for name in student.state_dict():
         value = theirs[name]

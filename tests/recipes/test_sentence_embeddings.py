@@ -32,7 +32,9 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
     done = softs_distill(
         "recipe=sentence-embeddings",
         "seeds=[0]",
-        "arms={early exit: ${arms.early exit}}",
+        "arms=null",
+        "pairs.0.teacher='outputs[encoder.layer.1|encoder.layer.3]'",
+        "pairs.1.teacher='outputs[encoder.layer.3]'",
         "trainer.limit_train_batches=3",
         "trainer.log_every_n_steps=1",
         "trainer.enable_progress_bar=false",
@@ -44,7 +46,7 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
     assert "The teacher stops at encoder.layer.3 (33.4 % of its FLOPs saved)." in done.stdout
     folder = run_folder(tmp_path, "sentence-embeddings")
     found = Result.from_json((folder / "results.json").read_text())
-    assert [arm.name for arm in found.arms] == ["alone", "early exit"]
+    assert [arm.name for arm in found.arms] == ["alone", "distilled"]
     student = recipe.SentenceEncoder.load_from_checkpoint(folder / "student.ckpt", weights_only=True)
     data = recipe.Prose(max_length=24, news=True)  # as the recipe says
     score = recipe.agreement(student.cpu().eval(), data=data, teacher=recipe.minilm().eval())

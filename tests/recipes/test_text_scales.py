@@ -34,6 +34,10 @@ def test_a_paper_setting_is_explained_without_weights(name: str) -> None:
     small = SMALL.get(name, ("data.batch_size=2", "data.max_length=12"))
     recipe = composed(f"recipe={name}", "+scale=paper", *small)
     check(recipe)
+    if (
+        recipe.teacher._target_ == "softs_lightning.Pretrained"
+    ):  # nothing is left of the small teacher's options
+        assert set(recipe.teacher) == {"_target_", "name", "model"}
     text = explain_recipe(recipe)
     student, teacher, stop = PAPERS[name]
     assert re.search(rf"^student .*, {student} parameters$", text, re.MULTILINE), text
