@@ -147,7 +147,8 @@ def _collate(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 def _lines(file: str) -> tuple[str, ...]:
     from softs_lightning.recipes.text import SourceFolder
 
-    return SourceFolder.lines(file)
+    found: tuple[str, ...] = SourceFolder.lines(file)
+    return found
 
 
 def _encoder(tokenizer: str | None, texts: tuple[str, ...]) -> tuple[Callable[[str], list[int]], int]:
@@ -188,11 +189,11 @@ class LanguageModel(L.LightningModule):
         self.save_hyperparameters(ignore=["model"])
         self.lr = lr
         if shape is not None:
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+            model = cast(Any, AutoModelForCausalLM).from_config(AutoConfig.for_model(**shape))
         if pretrained is not None:
             model = Pretrained(pretrained)()
         self.model = cast(Any, model).train()
-        self.model.generation_config = GenerationConfig(pad_token_id=END, do_sample=True, top_k=0)
+        self.model.generation_config = cast(Any, GenerationConfig)(pad_token_id=END, do_sample=True, top_k=0)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         scores: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
@@ -252,7 +253,7 @@ def written_text(writer: Callable[[], nn.Module], rows: Tensor, *, prompt: int) 
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             inner = getattr(teacher, "model", teacher)
-            found = torch.cat([continued(inner, part, prompt=prompt) for part in rows.split(128)])
+            found = torch.cat([continued(inner, part, prompt=prompt) for part in torch.split(rows, 128)])
         part = file.with_suffix(".part")
         torch.save(found, part)
         part.replace(file)
@@ -294,7 +295,7 @@ def nats(model: nn.Module, *, data: Documentation, teacher: nn.Module) -> dict[s
     """Cross-entropy of the held-out text, in nats a token, and how often the likeliest token is the teacher's (%)."""
     total = alike = count = 0.0
     with torch.no_grad():
-        for rows in data.test.split(64):
+        for rows in torch.split(data.test, 64):
             scores, theirs = model(rows), teacher(rows)
             tokens = rows[:, 1:].numel()
             total += float(next_token_loss(scores.double(), rows)) * tokens

@@ -71,7 +71,7 @@ def new_encoder(**config: Any) -> PreTrainedModel:
     >>> new_encoder(model_type="bert", num_hidden_layers=1, hidden_size=12).config.hidden_size
     12
     """
-    return cast(PreTrainedModel, AutoModel.from_config(AutoConfig.for_model(**config)))
+    return cast(PreTrainedModel, cast(Any, AutoModel).from_config(AutoConfig.for_model(**config)))
 
 
 @cache

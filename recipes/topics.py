@@ -192,7 +192,9 @@ class TextClassifier(L.LightningModule):
             made = from_teacher(made, layers=list(layers))
         if shape is not None or random:
             config = {**made.config.to_dict(), **(shape or {})}
-            made = AutoModel.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+            made = cast(Any, AutoModel).from_config(
+                AutoConfig.for_model(**config), attn_implementation="eager"
+            )
         self.encoder = cast(Any, made).train()
         if hasattr(self.encoder, "pooler"):
             self.encoder.pooler = None
