@@ -57,3 +57,19 @@ def test_results_are_those_of_the_recipe(file: Path) -> None:
     assert found.headline.better(
         found.teacher[found.headline.name], sum(found.alone.of(found.headline)) / len(found.seeds)
     )
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_recipe_quotes_only_what_its_results_say(name: str) -> None:
+    text = (FOLDER / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
+    header = text.partition("defaults:")[0]
+    file = FOLDER / "results" / f"{name}.json"
+    assert (f"recipes/results/{name}.json" in header) is file.exists()
+    quoted = re.findall(r"\d+\.\d+ ± \d+\.\d+", header)
+    if file.exists():
+        found = Result.from_json(file.read_text(encoding="utf-8"))
+        said = {measure.text(arm.of(measure)) for arm in found.arms for measure in found.measures}
+        assert set(quoted) <= said
+    else:
+        assert quoted == []
+        assert "not been measured" in header
