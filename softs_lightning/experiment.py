@@ -93,7 +93,7 @@ def run_recipe(
             if seed == seeds[0]:
                 likeness = likeness or _likeness(trained, teacher, data, seed)
                 flops = likeness.add(name, student)
-        stops = tuple(Stop(plan.cost.stop, plan.cost.saved) for plan in plans[name])
+        stops = tuple(Stop(cost.stop, cost.saved) for plan in plans[name] for cost in plan.costs)
         found.append(Arm(name, tuple(scores), size, stops, flops))
         if name == ALONE:
             _refuse_poor_teacher(measures[0], ceiling, found[0])

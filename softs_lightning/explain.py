@@ -19,8 +19,10 @@ from softs_lightning.config import ALONE, Refusal, arms, build
 from softs_lightning.dryrun import rehearse
 from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
+from softs_lightning.pretrained import Pretrained, without_weights
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
+from softs_lightning.stages import Stage, stages, turns
 from softs_lightning.teacher import Cost, Teacher
 from softs_lightning.trained import TrainedTeacher
 
@@ -57,6 +59,13 @@ class Plan:
     ran: str | None  # why the teacher ran for real, None where a scan was enough
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
     placement: str = "replicated"
+    stages: tuple[Stage, ...] = ()  # where pairs take turns; `cost` is that of all together
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """The teacher's cost in each stage in which it runs; of several that stop alike, one."""
+        found = [stage.cost for stage in self.stages if stage.cost is not None]
+        return tuple(dict.fromkeys(found)) or (self.cost,)
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def distils(recipe: DictConfig) -> bool:
 def leave_untrained(callback: DistillationCallback) -> None:
     """Let a teacher that has yet to be trained take part with random weights, of which no store keeps anything."""
     teacher = callback.teacher
-    if not isinstance(teacher.source, TrainedTeacher):
+    if not isinstance(teacher.source, (TrainedTeacher, Pretrained)):
         return
     if type(teacher) is not Teacher:  # one with a store, which is for what the trained teacher says
         options = list(inspect.signature(Teacher.__init__).parameters)[2:]  # behind self and source
@@ -157,7 +166,15 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
         seen.ran,
         tuple(zip(pairs, theirs, ours, strict=True)),
         callback.teacher.placement,
+        tuple(stages(callback.pairs, [_cost(callback, batch, on) for _, _, on in turns(callback.pairs)])),
     )
+
+
+def _cost(callback: DistillationCallback, batch: Any, on: Sequence[Pair]) -> Cost | None:
+    if not on:
+        return None
+    with outline(callback.teacher, batch, ProductSpec.union(pair.teacher for pair in on)) as seen:
+        return seen.cost
 
 
 @contextmanager
@@ -191,7 +208,8 @@ def explain_recipe(recipe: DictConfig) -> str:
     for name, arm in distilling.items():
         if len(distilling) > 1:
             lines += [f"== {name}", ""]
-        lines += [*_explained(arm), ""]
+        with without_weights():
+            lines += [*_explained(arm), ""]
     return "\n".join(lines[:-1])
 
 
@@ -204,7 +222,7 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
         yield from (f"teacher  {plan.teacher}, {plan.teacher_parameters:,} parameters{where}", "")
         for pair, theirs, ours in plan.pairs:
             yield from (_headline(pair), *_columns(theirs, ours), "")
-        yield from (_stop(plan.cost), _how(plan.ran))
+        yield from (*map(str, plan.stages), _stop(plan.cost), _how(plan.ran))
 
 
 def _headline(pair: Pair) -> str:

@@ -208,6 +208,11 @@ class Between:
         if not 0 <= self.start < self.stop:
             raise ValueError(f"a window must begin at 0 or later and end after that, got {self!r}")
 
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """When it may turn the term on or off."""
+        return self.start, self.stop
+
     def __call__(self, step: int, epoch: int = 0) -> float:
         at = step if self.by == "step" else epoch
         return self.value if self.start <= at < self.stop else 0.0
@@ -229,6 +234,11 @@ class Until:
         _check_unit(self.by)
         if self.stop < 1:
             raise ValueError(f"stop must be at least 1 {self.by}, got {self!r}")
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """When it may turn the term on or off."""
+        return (self.stop,)
 
     def __call__(self, step: int, epoch: int = 0) -> float:
         return self.value if (step if self.by == "step" else epoch) < self.stop else 0.0
@@ -254,6 +264,11 @@ class Piecewise:
                 f"since must begin at 0 and rise, with a value each; got since={list(self.since)}, "
                 f"values={list(self.values)}"
             )
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """When it may turn the term on or off."""
+        return tuple(self.since)
 
     def __call__(self, step: int, epoch: int = 0) -> float:
         at = step if self.by == "step" else epoch

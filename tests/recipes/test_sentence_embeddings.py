@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
+from scipy.stats import pearsonr, spearmanr
 
+from softs_lightning.losses import RKD
 from softs_lightning.recipes import sentence_embeddings as recipe
-from tests.recipes.command import run_folder, scores, softs_distill
+from softs_lightning.recipes import text
+from softs_lightning.report import Result
+from tests.recipes.command import run_folder, softs_distill
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +32,9 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
     done = softs_distill(
         "recipe=sentence-embeddings",
         "seeds=[0]",
+        "arms=null",
+        "pairs.0.teacher='outputs[encoder.layer.1|encoder.layer.3]'",
+        "pairs.1.teacher='outputs[encoder.layer.3]'",
         "trainer.limit_train_batches=3",
         "trainer.log_every_n_steps=1",
         "trainer.enable_progress_bar=false",
@@ -38,12 +45,66 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert "The teacher stops at encoder.layer.3 (33.4 % of its FLOPs saved)." in done.stdout
     folder = run_folder(tmp_path, "sentence-embeddings")
-    alone, distilled = scores((folder / "report.md").read_text())[0]
-    assert -1 <= alone < 1
+    found = Result.from_json((folder / "results.json").read_text())
+    assert [arm.name for arm in found.arms] == ["alone", "distilled"]
     student = recipe.SentenceEncoder.load_from_checkpoint(folder / "student.ckpt", weights_only=True)
-    data = recipe.Prose(max_length=24)  # as the recipe says
+    data = recipe.Prose(max_length=24, news=True)  # as the recipe says
     score = recipe.agreement(student.cpu().eval(), data=data, teacher=recipe.minilm().eval())
-    assert round(score, 3) == distilled
+    assert found.arms[1].of(found.headline) == (pytest.approx(score, abs=1e-6),)
+
+
+def test_people_are_asked_as_scipy_would(data: recipe.Prose, teacher: torch.nn.Module) -> None:
+    student = recipe.SentenceEncoder(layers=(0,)).eval()
+    found = recipe.judge(student, data=data, teacher=teacher)
+
+    def vector(text: str, length: int) -> torch.Tensor:
+        encoded = data.tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
+        with torch.no_grad():
+            hidden = student(encoded["input_ids"], encoded["attention_mask"]).last_hidden_state[0]
+        return torch.nn.functional.normalize(hidden.double().mean(dim=0), dim=0)
+
+    rows = [line.split("\t") for line in text.gensim_file("wordsim353.tsv").splitlines()[2:]]
+    assert len(rows) == 353
+    words = {word: vector(word, 32) for row in rows for word in row[:2]}
+    ours = [float(words[a] @ words[b]) for a, b, _ in rows]
+    assert found["WordSim-353"] == pytest.approx(
+        spearmanr(ours, [float(r[2]) for r in rows]).statistic, abs=1e-4
+    )
+    documents = torch.stack([vector(d, 128) for d in text.gensim_file("lee.cor").splitlines()])
+    people = np.loadtxt(text.gensim_file("similarities0-1.txt").splitlines())
+    above = np.triu_indices(50, 1)
+    expected = pearsonr((documents @ documents.T).numpy()[above], people[above]).statistic
+    assert found["Lee documents"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_neighbours_found_are_counted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    meant, alike = (torch.rand(30, 30, generator=generator) for _ in range(2))
+    assert recipe._neighbours_found(meant, meant) == 100.0
+    for matrix in (meant, alike):
+        matrix.fill_diagonal_(-1)
+    shared = [
+        len(set(a.argsort(descending=True)[:10].tolist()) & set(b.argsort(descending=True)[:10].tolist()))
+        for a, b in zip(alike, meant, strict=True)
+    ]
+    assert recipe._neighbours_found(alike, meant) == pytest.approx(10 * sum(shared) / 30)
+
+
+def test_what_people_judged_is_not_in_the_text_to_train_on() -> None:
+    trained = recipe.Prose(batch_size=4, news=True)
+    seen = " ".join(trained.train)
+    documents = text.gensim_file("lee.cor").splitlines()
+    assert len(documents) == 50
+    assert not any(document[:80] in seen or document[-80:] in seen for document in documents)
+    assert len(trained.train) > len(recipe.Prose(batch_size=4).train) + 500
+
+
+def test_relations_are_those_of_the_means_without_padding() -> None:
+    student, theirs = torch.randn(4, 5, 6), torch.randn(4, 5, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    means = [torch.stack([x[i, : int(mask[i].sum())].mean(0) for i in range(4)]) for x in (student, theirs)]
+    found = recipe.Pooled(RKD())(student, theirs, mask=mask)
+    assert found.item() == pytest.approx(RKD()(*means).item(), abs=1e-6)
 
 
 def test_agreement_is_the_rank_correlation_of_similarities(
