@@ -109,7 +109,11 @@ def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
 
 
 def test_the_sentence_teacher_stops_behind_its_fourth_layer() -> None:
-    (plan,) = examine(composed("recipe=sentence-embeddings", "data.batch_size=4")).plans
+    earlier = (
+        "pairs.0.teacher='outputs[encoder.layer.1|encoder.layer.3]'",
+        "pairs.1.teacher='outputs[encoder.layer.3]'",
+    )
+    (plan,) = examine(composed("recipe=sentence-embeddings", "data.batch_size=4", *earlier)).plans
     assert plan.cost.stop == "encoder.layer.3"
     # Six equal layers and a pooler on one token: two sixths of the layers' work is saved.
     assert plan.cost.saved == pytest.approx(1 / 3, abs=0.01)
