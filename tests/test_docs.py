@@ -110,6 +110,12 @@ def test_the_results_page_holds_what_the_runs_wrote(pages: ModuleType, tmp_path:
     assert "\n# own" not in text
 
 
+def test_the_readmes_results_are_those_of_the_runs(pages: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    quoted = text.partition("<!-- results -->\n")[2].partition("\n<!-- end of results -->")[0]
+    assert quoted == pages.summary(ROOT / "recipes")
+
+
 def test_every_committed_result_makes_a_section(pages: ModuleType) -> None:
     text = pages.results_page(ROOT / "recipes")
     for file in (ROOT / "recipes" / "results").glob("*.json"):

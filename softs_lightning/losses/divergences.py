@@ -213,7 +213,7 @@ def total_variation(
     mask: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> Tensor:
-    """Total variation distance ½ Σ |p_t − p_s| of softened distributions, in [0, 1] (arXiv:2307.15190).
+    """Total variation distance ``½ Σ |p_t − p_s|`` of softened distributions, in [0, 1] (arXiv:2307.15190).
 
     >>> import torch
     >>> total_variation(torch.tensor([[100.0, 0.0]]), torch.tensor([[0.0, 100.0]])).item()

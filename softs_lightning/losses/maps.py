@@ -57,7 +57,7 @@ def attention_transfer(
 ) -> Tensor:
     """Attention transfer (arXiv:1612.03928): squared distance of unit-length activation maps.
 
-    The map is the mean of |feature|^power over the channels, flattened and L2-normalised per sample; the
+    The map is the mean of ``|feature|^power`` over the channels, flattened and L2-normalised per sample; the
     squared gaps are averaged over positions and samples, as in the paper's own code (the paper's formula
     takes the norm instead of its square).
 
@@ -299,7 +299,7 @@ def partial_l2(
 
 
 def negative_response(mean: Tensor, std: Tensor) -> Tensor:
-    """E[x | x < 0] of normal x: OFD's margin, from the bias and |weight| of the teacher's batch norm.
+    """E[x | x < 0] of normal x: OFD's margin, from the bias and ``|weight|`` of the teacher's batch norm.
 
     Exact also where hardly any response is negative: ``mean − std · φ(z)/Φ(−z)`` in log space.
 
