@@ -147,6 +147,8 @@ class DistillationCallback(Callback):
         self.pairs = _checked_pairs(pairs)
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
+        if store is not None and (not isinstance(store, (str, os.PathLike)) or not os.fspath(store)):
+            raise TypeError(f"store must be the path of a folder or an address, got {store!r}")
         if teacher is None:
             if store is None:
                 raise TypeError("without a teacher, store= must say where its products are")
