@@ -83,7 +83,7 @@ def test_rows_that_were_picked_from_a_larger_tensor_are_compared() -> None:
 def test_the_gradient_is_handed_over_once() -> None:
     loss = chunked_kl(*logits())
     loss.backward()
-    with pytest.raises(RuntimeError, match="handed over by its first backward|a second time"):
+    with pytest.raises(RuntimeError, match=r"handed over by its first backward|a second time"):
         loss.backward()
 
 

@@ -280,7 +280,7 @@ def test_a_second_backward_is_refused_unless_the_graph_is_kept() -> None:
     (first,) = torch.autograd.grad(3 * loss, m["student"], retain_graph=True)  # a graph that is kept keeps it
     (second,) = torch.autograd.grad(loss, m["student"])
     torch.testing.assert_close(first, 3 * second)
-    with pytest.raises(RuntimeError, match="handed over by its first backward|a second time"):
+    with pytest.raises(RuntimeError, match=r"handed over by its first backward|a second time"):
         torch.autograd.backward(loss)
 
 
