@@ -53,6 +53,9 @@ from softs_lightning.windows import Window
 
 __all__ = ["DistillationCallback"]
 
+_PLAIN = (None, True, False, None, False, "replicated")
+"""What teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher and placement are when nothing is said."""
+
 
 class DistillationCallback(Callback):
     """Distil a frozen teacher into whatever LightningModule the Trainer fits, without changing it.
@@ -147,15 +150,22 @@ class DistillationCallback(Callback):
         self.pairs = _checked_pairs(pairs)
         if not isinstance(name, str) or not name.strip() or "." in name:
             raise ValueError(f"name must be a word without dots, got {name!r}")
+        if store is not None and (not isinstance(store, (str, os.PathLike)) or not os.fspath(store)):
+            raise TypeError(f"store must be the path of a folder or an address, got {store!r}")
         if teacher is None:
             if store is None:
                 raise TypeError("without a teacher, store= must say where its products are")
+            if (early_exit, copy, teacher_dtype, compile_teacher, placement) != _PLAIN[1:]:
+                raise ValueError(
+                    "early_exit, teacher_dtype, compile_teacher, copy and placement say how a teacher runs, and without "
+                    "one (teacher=None) nothing runs: leave them out"
+                )
             from softs_lightning.store import StoredTeacher
 
             self.teacher: Teacher = StoredTeacher(None, store, inputs=teacher_inputs)
         elif isinstance(teacher, Teacher):
             given = teacher_inputs, early_exit, copy, teacher_dtype, compile_teacher, placement
-            if given != (None, True, False, None, False, "replicated"):
+            if given != _PLAIN:
                 raise ValueError(
                     "what is about the teacher (teacher_inputs, early_exit, teacher_dtype, compile_teacher, copy, "
                     "placement) goes to the Teacher that you pass"
@@ -174,6 +184,10 @@ class DistillationCallback(Callback):
         if store is not None and teacher is not None:
             from softs_lightning.store import StoredTeacher
 
+            if isinstance(teacher, StoredTeacher):
+                raise ValueError(
+                    f"the teacher is a StoredTeacher, which has its store at {teacher.path!r}: leave store= out"
+                )
             self.teacher = StoredTeacher.around(self.teacher, store)
         self.name = name
         if not isinstance(task_weight, (int, float)) or isinstance(task_weight, bool):

@@ -30,7 +30,8 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
 
     Raises:
         TypeError: for what is no module, such as a Trainer.
-        ValueError: for a directory and a module without ``save_pretrained``, naming its parts that have it.
+        ValueError: for a directory and a module without ``save_pretrained``, naming its parts that have it; for a
+            state that is not tensors alone and a ``.safetensors`` file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +48,14 @@ def save_student(module: nn.Module, path: str | Path) -> Path:
     elif path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        state = {name: tensor.contiguous().clone() for name, tensor in _plain_state(module).items()}
+        plain = _plain_state(module)
+        others = [name for name, value in plain.items() if not isinstance(value, Tensor)]
+        if others:
+            raise ValueError(
+                f"a .safetensors file holds tensors alone, and {', '.join(map(repr, others[:4]))} of the state_dict of "
+                f"{type(module).__name__} is none: name a file that ends in .pt or .ckpt"
+            )
+        state = {name: tensor.contiguous().clone() for name, tensor in plain.items()}
         _write(path, lambda file: save_file(state, file))
     else:
         _save_pretrained(module, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -106,6 +106,15 @@ class Pair:
         self.weight = weight
         self.projector = projector
         self.mask = mask
+        if schedules is not None and not isinstance(schedules, Mapping):
+            raise TypeError(
+                f"schedules maps attributes of the loss to what they follow, as in {{'temperature': Linear(8, 1, "
+                f"over=1000)}}, got {schedules!r}"
+            )
+        if metrics is not None and (isinstance(metrics, str) or not isinstance(metrics, Iterable)):
+            raise TypeError(f"metrics must be a list of names, such as ['cosine'], got {metrics!r}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"a pair's name must be a string, got {name!r}")
         self.schedules = dict(schedules or {})
         self.over_ranks = over_ranks
         self.over_window = over_window
@@ -142,6 +151,12 @@ class Pair:
         if not isinstance(self.mask, (bool, str)) and not callable(self.mask):
             raise TypeError(
                 f"pair {self.name!r}: mask must be True, False, a key or a function, got {self.mask!r}"
+            )
+        if not isinstance(self.mask, bool) and "mask" not in _optional_arguments(self.loss):
+            raise ValueError(
+                f"pair {self.name!r}: mask={self.mask!r} was given, and the loss "
+                f"{getattr(self.loss, '__name__', type(self.loss).__name__)} has no argument 'mask' that would get it: "
+                "use one that has, such as those of softs_lightning.losses, or leave mask out"
             )
         self._validate_averages()
 
@@ -418,7 +433,7 @@ class BoundPair(nn.Module):
                 f"pair {self.pair.name!r}: over_window=True counts the tokens of a mask, and the batch, "
                 f"{describe(batch)}, has none: give mask=, a key of the batch or a function of it"
             )
-        return mask.detach().sum().double()
+        return (mask.detach() != 0).sum().double()
 
 
 def _share_of_ranks(mask: Tensor | None, value: Tensor) -> Tensor | float:
@@ -426,7 +441,9 @@ def _share_of_ranks(mask: Tensor | None, value: Tensor) -> Tensor | float:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 1.0
     count = (
-        value.new_tensor(value[..., 0].numel(), dtype=torch.float64) if mask is None else mask.sum().double()
+        value.new_tensor(value[..., 0].numel(), dtype=torch.float64)
+        if mask is None
+        else (mask != 0).sum().double()
     )
     everyone = count.clone()
     torch.distributed.all_reduce(everyone)

@@ -116,6 +116,10 @@ class Teacher:
         placement: str = "replicated",
     ) -> None:
         self.placement = checked(placement)
+        if not isinstance(compile, (bool, str)):
+            raise TypeError(
+                f"a teacher is compiled with True or the name of a backend of torch.compile, got {compile!r}"
+            )
         if placement == "sharded" and compile:
             raise ValueError(
                 "a compiled graph cannot gather the layers of a sharded teacher: leave compile out"

@@ -125,3 +125,13 @@ def test_a_full_disk_leaves_the_earlier_file_whole(tmp_path: Path, monkeypatch: 
         save_student(nn.Linear(2, 1), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_state_that_is_not_tensors_alone_is_refused_as_safetensors(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"x": 1}
+
+    with pytest.raises(ValueError, match=r"holds tensors alone, and '_extra_state'"):
+        save_student(Extra(2, 2), tmp_path / "student.safetensors")
+    assert list(tmp_path.iterdir()) == []

@@ -230,3 +230,24 @@ def test_a_loss_that_takes_all_activations_together() -> None:
     bound = BoundPair(Pair("outputs[a|b]", "outputs[c|d]", FSP()))
     flow = [torch.einsum("bchw,bdhw->bcd", *side) / 16 for side in (maps, theirs)]
     torch.testing.assert_close(bound(maps, theirs, None), ((flow[0] - flow[1]) ** 2).mean())
+
+
+def test_what_counts_is_nonzero_not_added_up() -> None:
+    bound = bind(loss=masked, mask="segments", over_window=True)
+    assert bound.count({"segments": torch.tensor([[1, 2, 3, 0]])}).item() == 3
+    many = torch.ones(1, 301, dtype=torch.bfloat16)  # whose sum in its own type is 300 or 302
+    assert bound.count({"segments": many}).item() == 301
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mask": "valid"}, "MSELoss has no argument 'mask'"),
+        ({"schedules": 3}, "schedules maps attributes"),
+        ({"metrics": "cka"}, "metrics must be a list of names"),
+        ({"name": 3}, "name must be a string"),
+    ],
+)
+def test_options_that_would_do_nothing_or_fail_late_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        Pair("outputs[a]", "outputs[b]", nn.MSELoss(), **options)

@@ -284,3 +284,22 @@ def test_an_augmentation_replayed_by_numbered_is_the_same_in_every_epoch(tmp_pat
     teacher = Fixed(simple(), tmp_path, ids="index", inputs=take)
     assert_equal(run(teacher), live)
     assert teacher.computed == 8
+
+
+@pytest.mark.parametrize("options", [{"encoding": 3}, {"keep": "x"}, {"ids": 3.5}, {"seed": 3}])
+def test_options_of_a_wrong_type_are_refused_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))}"):
+        StoredTeacher(nn.Identity, tmp_path, **options)
+
+
+def test_a_callback_refuses_what_it_would_drop(tmp_path: Path) -> None:
+    pair = Pair("outputs[0]", "outputs[net]", nn.MSELoss())
+    stored = StoredTeacher(nn.Identity, tmp_path, encoding="fp16")
+    with pytest.raises(ValueError, match="leave store= out"):
+        DistillationCallback(stored, [pair], store=tmp_path / "other")
+    with pytest.raises(ValueError, match="without one"):
+        DistillationCallback(None, [pair], store=tmp_path, teacher_dtype="bfloat16")
+    with pytest.raises(TypeError, match="path of a folder"):
+        DistillationCallback(None, [pair], store="")
+    with pytest.raises(TypeError, match="name of a backend"):
+        Teacher(nn.Identity, compile=3)  # type: ignore[arg-type]

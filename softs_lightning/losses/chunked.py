@@ -23,9 +23,10 @@ from softs_lightning.losses.arithmetic import (
     full_precision,
     one_of,
     positive,
+    whole,
 )
 from softs_lightning.losses.divergences import DIRECTIONS
-from softs_lightning.losses.linear import _ACCELERATOR_LOGITS, _CPU_LOGITS, _kl_terms, _Plan
+from softs_lightning.losses.linear import _ACCELERATOR_LOGITS, _CPU_LOGITS, _kl_terms, _Plan, keeps_graph
 
 __all__ = ["ChunkedKL", "chunked_kl"]
 
@@ -62,9 +63,11 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradient is None:
             raise RuntimeError(
-                "the gradient of this chunked loss was handed over by its first backward; run the loss again for a "
-                "second one, or use KLDivergence"
+                "the gradient of this chunked loss was handed over by its first backward; keep it for a second one with "
+                "retain_graph=True, run the loss again, or use KLDivergence"
             )
+        if keeps_graph():
+            return None, ctx.gradient * outer, None, None
         # Scaled in place and given away: it is as large as the logits.
         gradient, ctx.gradient = ctx.gradient, None
         return None, gradient.mul_(outer), None, None
@@ -99,7 +102,8 @@ def chunked_kl(
 ) -> Tensor:
     """:func:`kl_divergence` in value and gradient, for large vocabularies: fewer passes and less memory.
 
-    The teacher is a constant: it gets no gradient. There is no second derivative, and one backward.
+    The teacher is a constant: it gets no gradient. There is no second derivative, and one backward but with
+    ``retain_graph=True``.
 
     Args:
         student: logits ``[..., classes]``.
@@ -163,7 +167,7 @@ class ChunkedKL(DistillationLoss):
         super().__init__()
         self.temperature = positive("ChunkedKL's temperature", temperature)
         self.direction = one_of("ChunkedKL's direction", direction, DIRECTIONS)
-        self.chunk_size = chunk_size
+        self.chunk_size = None if chunk_size is None else whole("ChunkedKL's chunk_size", chunk_size)
 
     def forward(
         self, student: Tensor, teacher: Tensor, *, mask: Tensor | None = None, normalizer: Normalizer = None

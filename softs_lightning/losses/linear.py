@@ -177,16 +177,25 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "the gradients of this chunked loss were handed over by its first backward; run the loss again "
-                "for a second one, or use the same loss on the logits"
+                "the gradients of this chunked loss were handed over by its first backward; keep them for a "
+                "second one with retain_graph=True, run the loss again, or use the same loss on the logits"
             )
-        # Scaled in place and given away: the head's gradient is as large as the head.
-        gradients, ctx.gradients = ctx.gradients, None
+        if keeps_graph():
+            given = [None if grad is None else grad * outer for grad in ctx.gradients]
+        else:
+            # Scaled in place and given away: the head's gradient is as large as the head.
+            given = [None if grad is None else grad.mul_(outer) for grad in ctx.gradients]
+            ctx.gradients = None
         hidden, weight, bias = (
-            None if grad is None else grad.mul_(outer).to(dtype)
-            for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
+            None if grad is None else grad.to(dtype) for grad, dtype in zip(given, ctx.dtypes, strict=True)
         )
         return None, None, hidden, weight, bias, None, None, None
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now was asked to keep the graph for another one."""
+    # GradientBalance and its like differentiate each term before the whole.
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _bounded(logits: Tensor) -> Tensor:

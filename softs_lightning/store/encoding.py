@@ -168,11 +168,14 @@ def encoding(name: str | Encoding) -> Encoding:
 
     Raises:
         ValueError: for any other name.
+        TypeError: for what is no name.
 
     >>> encoding("top64-fp32").k
     64
     """
     if not isinstance(name, str):
+        if not isinstance(getattr(name, "name", None), str):
+            raise TypeError(f"an encoding is a name such as 'fp16', got {name!r}")
         return name
     if name in _TYPES:
         return Cast(name)

@@ -127,6 +127,15 @@ class StoredTeacher(Teacher):
             raise ValueError(f"mode={self.mode!r} computes what is missing, and needs a teacher to do it")
         if check not in ("all", "none"):
             raise ValueError(f"check must be 'all' or 'none', got {check!r}")
+        for what, source_of_ids in (("ids", ids), ("seed", seed)):
+            if not (
+                isinstance(source_of_ids, str) or callable(source_of_ids) or (seed is None and what == "seed")
+            ):
+                raise TypeError(
+                    f"{what} must be a field of the batch or a function of it, got {source_of_ids!r}"
+                )
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, (int, float, Kept))):
+            raise TypeError(f"keep must be a share of the tokens, such as 0.25, or a Kept, got {keep!r}")
         self.absent = source is None
         self.path = os.fspath(path)
         self.encodings = _encodings(encoding)

@@ -172,6 +172,7 @@ def export(path: PathLike, out: PathLike, products: Iterable[str] = (), **choice
     if not ids:
         raise ValueError(f"{path} has no sample with all of {', '.join(asked) or 'its products'}")
     target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with tarfile.open(unfinished, "w") as tar:
