@@ -8,8 +8,10 @@ of them in this run: passed, failed, skipped with the reason, or not run.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,11 +101,8 @@ class Situations:
     outcomes: dict[str, str] = field(default_factory=dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, (rows, proves) in report.user_properties:
-            if name == PROPERTY and report.when == "setup":
-                for cell in _cells(report.nodeid, *rows, proves=proves):
-                    tests = self.cells.setdefault(cell, {})
-                    tests.setdefault(report.nodeid.partition("[")[0], []).append(report.nodeid)
+        if report.when == "setup":
+            self._enter(report)
         if report.failed:
             self.outcomes[report.nodeid] = "failed"
         elif report.skipped:
@@ -111,6 +110,17 @@ class Situations:
             self.outcomes[report.nodeid] = f"skipped: {reason.removeprefix('Skipped: ')}"
         elif report.when == "call":
             self.outcomes.setdefault(report.nodeid, "passed")
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            self._enter(item)
+
+    def _enter(self, test: pytest.Item | pytest.TestReport) -> None:
+        marks: list[Any] = [value for name, value in test.user_properties if name == PROPERTY]
+        for rows, proves in marks:
+            for cell in _cells(test.nodeid, *rows, proves=proves):
+                tests = self.cells.setdefault(cell, {})
+                tests.setdefault(test.nodeid.partition("[")[0], []).append(test.nodeid)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -74,7 +74,8 @@ def score(name: str, seed: int, teacher: Any) -> float:
     trainer.fit(student, datamodule=data)
     data.setup("test")
     judge = build(own.judge.score, "judge.score")
-    return float(judge(student.eval(), data=data, teacher=callback.teacher.source.eval()))
+    found = judge(student.eval(), data=data, teacher=callback.teacher.source.eval())
+    return float(found[own.judge.name] if isinstance(found, dict) else found)
 
 
 def account(scores: list[float], digits: int) -> str:
