@@ -135,7 +135,7 @@ class Situations:
 
     def _cell(self, row: str, column: str) -> str:
         entries = []
-        for test, nodes in self.cells.get((row, column), {}).items():
+        for test, nodes in sorted(self.cells.get((row, column), {}).items()):
             counts = Counter(self.outcomes.get(node, "not run") for node in nodes)
             said = ", ".join(f"{outcome} ×{n}" if n > 1 else outcome for outcome, n in counts.items())
             path, _, name = test.partition("::")
