@@ -5,7 +5,6 @@ Nothing here runs in a minute: it is what `+scale=paper` of the image recipes tr
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from softs_lightning.config import Refusal
-from softs_lightning.recipes.digits import UNLABELLED, as_it_is
+from softs_lightning.recipes.digits import UNLABELLED, as_it_is, digest, keep_labels
 from softs_lightning.recipes.fashion import Residual
 from softs_lightning.recipes.self_distillation import moved
 
@@ -146,11 +145,7 @@ class CIFAR100(L.LightningDataModule):
         each, fewest = self.labels // CLASSES, int(label.bincount(minlength=CLASSES).min())
         if each > fewest:
             raise Refusal(f"labels={self.labels}: a class has only {fewest} training images, not {each}.")
-        order = torch.randperm(len(label), generator=torch.Generator().manual_seed(self.seed))
-        kept = torch.cat([order[label[order] == c][:each] for c in range(CLASSES)])
-        hidden = torch.full_like(label, UNLABELLED)
-        hidden[kept] = label[kept]
-        return hidden
+        return keep_labels(label, each, classes=CLASSES, seed=self.seed)
 
     def example_batch(self) -> dict[str, Tensor]:
         """A batch of the right shapes without the files, enough to look at a recipe."""
@@ -162,10 +157,7 @@ class CIFAR100(L.LightningDataModule):
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""
         self.setup()
-        digest = hashlib.sha256()
-        for tensor in (self.train.image, self.train.label):
-            digest.update(tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return digest(self.train.image, self.train.label)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)

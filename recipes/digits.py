@@ -48,6 +48,23 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+def keep_labels(label: Tensor, each: int, *, classes: int, seed: int) -> Tensor:
+    """Labels of which `each` of every class are left, drawn by `seed`; the others are -100."""
+    order = torch.randperm(len(label), generator=torch.Generator().manual_seed(seed))
+    kept = torch.cat([order[label[order] == c][:each] for c in range(classes)])
+    hidden = torch.full_like(label, UNLABELLED)
+    hidden[kept] = label[kept]
+    return hidden
+
+
+def digest(*tensors: Tensor) -> str:
+    """A hash of everything that the tensors hold."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
 class Digits(L.LightningDataModule):
     """Batches of `{"image": (batch, 1, 8, 8) in 0..1, "label": (batch,)}`; a hidden label is -100.
 
@@ -102,18 +119,11 @@ class Digits(L.LightningDataModule):
     def hide(self, label: Tensor) -> Tensor:
         if self.labels is None:
             return label
-        order = torch.randperm(len(label), generator=torch.Generator().manual_seed(self.seed))
-        kept = torch.cat([order[label[order] == c][: self.labels // CLASSES] for c in range(CLASSES)])
-        hidden = torch.full_like(label, UNLABELLED)
-        hidden[kept] = label[kept]
-        return hidden
+        return keep_labels(label, self.labels // CLASSES, classes=CLASSES, seed=self.seed)
 
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""
-        digest = hashlib.sha256()
-        for tensor in (self.train.image, self.train.label):
-            digest.update(tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return digest(self.train.image, self.train.label)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         # A generator of its own: whatever else draws random numbers, both students meet the same batches.

@@ -8,7 +8,6 @@ files t10k-* are only ever scored.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from softs_lightning.config import Refusal
-from softs_lightning.recipes.digits import UNLABELLED, Classifier, as_it_is
+from softs_lightning.recipes.digits import UNLABELLED, Classifier, as_it_is, digest, keep_labels
 
 __all__ = ["FashionMNIST", "FashionMixer", "FashionTeacher", "accuracy"]
 
@@ -183,11 +182,7 @@ class FashionMNIST(L.LightningDataModule):
                 f"labels={self.labels}: a class has only {fewest} images in this pool, not {each}. Ask for fewer, or "
                 "for null, which keeps all."
             )
-        order = torch.randperm(len(label), generator=torch.Generator().manual_seed(self.seed))
-        kept = torch.cat([order[label[order] == c][:each] for c in range(CLASSES)])
-        hidden = torch.full_like(label, UNLABELLED)
-        hidden[kept] = label[kept]
-        return hidden
+        return keep_labels(label, each, classes=CLASSES, seed=self.seed)
 
     def example_batch(self) -> dict[str, Tensor]:
         """A batch of the right shapes without the files, enough to look at a recipe."""
@@ -198,10 +193,7 @@ class FashionMNIST(L.LightningDataModule):
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""
         self.setup()
-        digest = hashlib.sha256()
-        for tensor in (self.train.image, self.train.label):
-            digest.update(tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return digest(self.train.image, self.train.label)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         # A generator of its own: whatever else draws random numbers, both students meet the same batches.
