@@ -62,8 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    ours = not _in_a_group()
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        if ours:
+            _leave_the_group()
+        return code
     except KeyboardInterrupt:
         print("softs-distill: interrupted", file=sys.stderr)
         return 130
@@ -74,6 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0  # the first process says it
         print(f"softs-distill: {refusal}", file=sys.stderr)
         return refusal.code
+
+
+def _in_a_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # what is not imported has made no group
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _leave_the_group() -> None:
+    """End the processes' group that the command made, while the interpreter is whole.
+
+    Lightning leaves it to the end of the process, where a thread of gloo that still holds a tensor aborts it:
+    "terminate called without an active exception".
+    """
+    if _in_a_group():
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 def _is_worker() -> bool:

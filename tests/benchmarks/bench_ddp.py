@@ -166,6 +166,7 @@ def worker() -> None:
             break
         print(json.dumps(arms.times(int(line))), file=answers, flush=True)
     arms.end()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

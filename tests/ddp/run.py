@@ -261,3 +261,5 @@ def main(
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    if torch.distributed.is_initialized():  # one process, or several
+        torch.distributed.destroy_process_group()

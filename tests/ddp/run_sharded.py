@@ -328,3 +328,4 @@ def main(out: str, names: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    torch.distributed.destroy_process_group()

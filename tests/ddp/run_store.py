@@ -98,3 +98,4 @@ def main(out: Path, store: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), sys.argv[2])
+    torch.distributed.destroy_process_group()

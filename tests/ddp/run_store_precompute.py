@@ -69,3 +69,4 @@ def main(store: str, seconds: float) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], float(sys.argv[2]))
+    torch.distributed.destroy_process_group()
