@@ -25,6 +25,7 @@ from softs_lightning.selectors import resolve_module
 from softs_lightning.stages import Stage, stages, turns
 from softs_lightning.teacher import Cost, Teacher
 from softs_lightning.trained import TrainedTeacher
+from softs_lightning.trial import try_loss
 
 __all__ = [
     "Examination",
@@ -60,6 +61,7 @@ class Plan:
     pairs: tuple[tuple[Pair, tuple[Selected, ...], tuple[Selected, ...]], ...]
     placement: str = "replicated"
     stages: tuple[Stage, ...] = ()  # where pairs take turns; `cost` is that of all together
+    untried: tuple[tuple[str, str], ...] = ()  # the pairs whose loss could not be tried, and why
 
     @property
     def costs(self) -> tuple[Cost, ...]:
@@ -151,13 +153,21 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
         with _refusing(f"{callback.name}, student"):
             pairs = [pair.resolve(student, seen.module) for pair in callback.pairs]
         with _refusing(f"{callback.name}, teacher"):
+            its = [seen.products.select(pair.teacher) for pair in pairs]
             theirs = [
-                _selected(pair.teacher, seen.products.select(pair.teacher), seen.module) for pair in pairs
+                _selected(pair.teacher, values, seen.module) for pair, values in zip(pairs, its, strict=True)
             ]
         name, size = type(seen.module).__name__, parameters(seen.module)
-    captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
-    with _refusing(f"{callback.name}, student"):
-        ours = [_selected(pair.student, captured.select(pair.student), student) for pair in pairs]
+        captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
+        with _refusing(f"{callback.name}, student"):
+            mine = [captured.select(pair.student) for pair in pairs]
+            ours = [
+                _selected(pair.student, values, student) for pair, values in zip(pairs, mine, strict=True)
+            ]
+        tried = [
+            (pair.name, _try(callback.name, pair, ours_of, theirs_of, batch, (student, seen.module)))
+            for pair, ours_of, theirs_of in zip(pairs, mine, its, strict=True)
+        ]
     return Plan(
         callback.name,
         name,
@@ -167,7 +177,19 @@ def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any
         tuple(zip(pairs, theirs, ours, strict=True)),
         callback.teacher.placement,
         tuple(stages(callback.pairs, [_cost(callback, batch, on) for _, _, on in turns(callback.pairs)])),
+        tuple((pair, why) for pair, why in tried if why),
     )
+
+
+def _try(
+    where: str, pair: Pair, ours: Any, theirs: Any, batch: Any, models: tuple[nn.Module, nn.Module]
+) -> str | None:
+    try:
+        return try_loss(pair, ours, theirs, batch, *models)
+    except Exception as error:  # a loss may be anybody's, and so may what it raises
+        text = error.args[0] if error.args else error
+        named = "" if f"pair {pair.name!r}" in str(text) else f"pair {pair.name!r}: "
+        raise Refusal(f"{where}: {named}{text}") from error
 
 
 def _cost(callback: DistillationCallback, batch: Any, on: Sequence[Pair]) -> Cost | None:
@@ -223,6 +245,7 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
         for pair, theirs, ours in plan.pairs:
             yield from (_headline(pair), *_columns(theirs, ours), "")
         yield from (*map(str, plan.stages), _stop(plan.cost), _how(plan.ran))
+        yield from (f"The loss of pair {pair} was not tried: {why}." for pair, why in plan.untried)
 
 
 def _headline(pair: Pair) -> str:

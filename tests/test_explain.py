@@ -82,13 +82,13 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
     text = explain_recipe(
         composed(
             "pairs.0.weight={_target_: softs_lightning.schedules.Until, value: 1, stop: 9}",
-            "pairs.0.teacher='outputs[head.*]'",
-            "pairs.0.student='outputs[network.{0..4}]'",
+            "pairs.0.teacher='outputs[head.{3..3}]'",
+            "pairs.0.student='outputs[network.{6..6}]'",
         )
     )
     assert "weight Until(stop=9, value=1" in text
     assert "teacher  outputs[head.3]" in text
-    assert "student  outputs[network.4]" in text
+    assert "student  outputs[network.6]" in text
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,11 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
         ("data.labels=7", "data .*labels=7: give a multiple of ten"),
         ("~callbacks.distill", "None of the recipe's callbacks distils"),
         ("+student.depth=3", "student .*'depth'"),
+        (
+            "pairs.0.teacher='outputs[head.0]'",
+            r"pair 'scores': .* \[250, 10\], .* \[250, 1536\]\. Add or change",
+        ),
+        ("+pairs.0.mask=valid", "pair 'scores': the batch, .*, has no mask 'valid'"),
     ],
 )
 def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
