@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import lightning as L
 import numpy as np
@@ -28,43 +30,59 @@ __all__ = ["FashionMNIST", "FashionMixer", "FashionTeacher", "accuracy"]
 CLASSES = 10
 SIDE = 28
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-TORCHVISION = Path("FashionMNIST/raw")
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-HOW_TO_GET_IT = (
-    "Debian and Ubuntu have it as a package: apt install dataset-fashion-mnist. torchvision downloads it: "
-    "torchvision.datasets.FashionMNIST(FOLDER, download=True). Or put the four files train-images-idx3-ubyte, "
-    "train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte (plain or .gz) into a folder. "
-    "Then say where: data.folder=FOLDER, or SOFTS_LIGHTNING_DATA=PARENT for all runs "
-    "(PARENT holds it as PARENT/fashion-mnist)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images in these four files, and where they come from: `kept` is what torchvision calls their folder."""
+
+    title: str
+    folder: str
+    kept: Path
+    package: Callable[[], Sequence[Path]] = tuple
+    how: str = ""
+
+    def places(self, folder: str | None) -> Iterator[Path]:
+        """Where the files may lie: in `folder` if it is given, else where packages and torchvision put them."""
+        if folder is not None:
+            roots = [Path(folder).expanduser()]
+        else:
+            named = os.environ.get("SOFTS_LIGHTNING_DATA")
+            roots = [*([Path(named) / self.folder] if named else []), *self.package()]
+        for root in roots:
+            yield from (root, root / self.kept)
+
+    def find(self, folder: str | None) -> Path:
+        """The folder that holds the four files.
+
+        Raises:
+            Refusal: when no folder does; says where was looked and how to get them.
+        """
+        wanted = [name for names in FILES.values() for name in names]
+        for place in self.places(folder):
+            if all(any((place / f"{name}{end}").is_file() for end in ("", ".gz")) for name in wanted):
+                return place
+        looked = ", ".join(str(place) for place in self.places(folder)) or "no folder: none was named"
+        raise Refusal(
+            f"{self.title} is not there (looked in {looked}). {self.how}torchvision downloads it: "
+            f"torchvision.datasets.{self.kept.parts[0]}(FOLDER, download=True). Or put the four files "
+            "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte (plain "
+            "or .gz) into a folder. Then say where: data.folder=FOLDER, or SOFTS_LIGHTNING_DATA=PARENT for all runs "
+            f"(PARENT holds it as PARENT/{self.folder})."
+        )
+
+
+FASHION = Source(
+    "Fashion-MNIST",
+    "fashion-mnist",
+    Path("FashionMNIST/raw"),
+    lambda: [DEBIAN],
+    "Debian and Ubuntu have it as a package: apt install dataset-fashion-mnist. ",
 )
-
-
-def places(folder: str | None) -> Iterator[Path]:
-    """Where the files may lie: in `folder` if it is given, else where packages and torchvision put them."""
-    if folder is not None:
-        roots = [Path(folder).expanduser()]
-    else:
-        named = os.environ.get("SOFTS_LIGHTNING_DATA")
-        roots = [*([Path(named) / "fashion-mnist"] if named else []), DEBIAN]
-    for root in roots:
-        yield from (root, root / TORCHVISION)
-
-
-def find(folder: str | None) -> Path:
-    """The folder that holds the four files.
-
-    Raises:
-        Refusal: when no folder does; says where was looked and how to get them.
-    """
-    wanted = [name for names in FILES.values() for name in names]
-    for place in places(folder):
-        if all(any((place / f"{name}{end}").is_file() for end in ("", ".gz")) for name in wanted):
-            return place
-    looked = ", ".join(str(place) for place in places(folder))
-    raise Refusal(f"Fashion-MNIST is not there (looked in {looked}). {HOW_TO_GET_IT}.")
 
 
 def read_idx(file: Path) -> Tensor:
@@ -133,6 +151,8 @@ class FashionMNIST(L.LightningDataModule):
         Refusal: when the data are set up: the files are not there, or too few for what is asked.
     """
 
+    source: ClassVar[Source] = FASHION
+
     def __init__(
         self,
         *,
@@ -157,7 +177,7 @@ class FashionMNIST(L.LightningDataModule):
         self.test: Pictures
 
     def setup(self, stage: str | None = None) -> None:
-        place = find(self.folder)
+        place = self.source.find(self.folder)
         image, label = read(place, "train")
         pool = len(image) - self.kept_back if self.images is None else self.images
         if pool < 1 or pool + self.kept_back > len(image):

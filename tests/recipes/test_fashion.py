@@ -137,7 +137,7 @@ def test_torchvisions_layout_is_found(folder: Path, tmp_path: Path, monkeypatch:
     (tmp_path / "fashion-mnist" / "FashionMNIST").mkdir(parents=True)
     (tmp_path / "fashion-mnist" / "FashionMNIST" / "raw").symlink_to(folder)
     monkeypatch.setenv("SOFTS_LIGHTNING_DATA", str(tmp_path))
-    assert fashion.find(None) == tmp_path / "fashion-mnist" / "FashionMNIST" / "raw"
+    assert fashion.FASHION.find(None) == tmp_path / "fashion-mnist" / "FashionMNIST" / "raw"
 
 
 def test_files_that_are_cut_off_or_something_else_are_refused(folder: Path, tmp_path: Path) -> None:
