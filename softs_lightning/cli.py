@@ -153,6 +153,10 @@ def _recipes(arguments: list[str]) -> int:
     return 0
 
 
+# What Hydra does instead of one run.
+MODES = {"--multirun": {"-m", "--multirun"}, "--cfg": {"-c", "--cfg"}, "--info": {"-i", "--info"}}
+
+
 def _run(arguments: list[str]) -> int:
     sweeps: list[Path] = []
     failures: list[tuple[Path, Exception]] = []
@@ -184,10 +188,10 @@ def _run(arguments: list[str]) -> int:
             _remove_unused(directory)
             raise
 
-    looks_only = any(
-        argument.startswith(("-m", "--multirun", "-c", "--cfg", "--info")) for argument in arguments
-    )
-    if not looks_only:
+    modes = [name for name, flags in MODES.items() if flags & {a.partition("=")[0] for a in arguments}]
+    if len(modes) > 1:
+        raise Refusal(f"{' and '.join(modes)} cannot be combined: give one of them.")
+    if not modes:
         compose([*arguments, *WRITE_NOTHING], check)  # a recipe that is refused leaves no folder behind
     compose(arguments, run)
     if sweeps:

@@ -16,12 +16,31 @@ import torch._dynamo
 from torch import nn
 
 from softs_lightning.capture import Capture
+from softs_lightning.names import nearest
 from softs_lightning.product import Kind, ProductSpec
 from softs_lightning.selectors import resolve_module, resolve_spec
 
-__all__ = ["CompiledPrefix"]
+__all__ = ["CompiledPrefix", "check_backend"]
 
 Key = tuple[str, Kind]
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend that ``torch.compile`` does not know, before anything is built.
+
+    Raises:
+        ValueError: with the nearest names.
+
+    >>> check_backend("inductr")
+    Traceback (most recent call last):
+    ValueError: torch.compile has no backend 'inductr'. Did you mean inductor? There are: ...
+    """
+    known = torch._dynamo.list_backends(None)
+    if name in known:
+        return
+    near = nearest(name, known, count=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(f"torch.compile has no backend {name!r}.{meant} There are: {', '.join(known)}")
 
 
 class _Complete(Exception):

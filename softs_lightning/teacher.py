@@ -189,9 +189,13 @@ class Teacher:
                 its training.
 
         Raises:
-            ValueError: when teacher and student share parameters.
+            ValueError: when teacher and student share parameters, and for a backend that torch.compile lacks.
         """
         self.release()
+        if isinstance(self.compile, str):
+            from softs_lightning.compiled import check_backend  # its compiler takes seconds to import
+
+            check_backend(self.compile)
         if self.dtype is not None:
             convert = partial(_to_dtype, dtype=self.dtype)
         module = self.build()

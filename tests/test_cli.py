@@ -280,3 +280,8 @@ def test_a_group_that_the_command_made_ends_with_it(
         join([])
     assert main([]) == 0
     assert distributed.is_initialized() is not ours
+
+
+def test_what_hydra_does_instead_of_a_run_is_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--multirun", "--cfg", "job", "student.lr=1,2"]) == 2
+    assert "--multirun and --cfg cannot be combined" in capsys.readouterr().err

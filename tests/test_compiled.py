@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from softs_lightning.catcher import ModelIOCatcher
 from softs_lightning.compiled import CompiledPrefix
 from softs_lightning.product import ProductSpec
+from softs_lightning.teacher import Teacher
 from softs_lightning.transfer import iter_tensors
 from tests.models import CASES
 
@@ -105,3 +106,16 @@ def test_models_that_are_compiled_already_are_refused() -> None:
         CompiledPrefix(torch.compile(net(), backend="eager"), ProductSpec.parse("outputs[0]"))  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="no module named '9'"):
         CompiledPrefix(net(), ProductSpec.parse("outputs[9]"))
+
+
+def test_a_backend_that_torch_lacks_is_refused_before_a_teacher_is_built() -> None:
+    built = []
+
+    def make() -> nn.Module:
+        built.append(nn.Linear(1, 1))
+        return built[0]
+
+    teacher = Teacher(make, compile="egaer")
+    with pytest.raises(ValueError, match=r"no backend 'egaer'\. Did you mean eager\?"):
+        teacher.place("cpu")
+    assert not built

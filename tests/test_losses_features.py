@@ -119,6 +119,12 @@ def test_a_window_normalizer_adds_up_to_the_whole_batch(loss: nn.Module) -> None
     torch.testing.assert_close(torch.stack(parts).mean(), loss(student, teacher, mask=mask))
 
 
+@pytest.mark.parametrize("normalizer", [-1, float("nan"), float("inf")])
+def test_no_window_has_such_a_number_of_tokens(normalizer: float) -> None:
+    with pytest.raises(ValueError, match=f"a number of rows, or a tensor of one, got {normalizer}"):
+        MSE()(torch.ones(2, 3), torch.ones(2, 3), normalizer=normalizer)
+
+
 @pytest.mark.parametrize("normalizer", [0, 0.0, torch.tensor(0)])
 def test_a_window_without_a_valid_token_is_a_zero(normalizer: Tensor | float) -> None:
     student, teacher, mask = tokens()

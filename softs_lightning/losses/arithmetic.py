@@ -7,6 +7,7 @@ This file owns the mean, so that no loss divides by anything of its own.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -319,6 +320,8 @@ def mean_over_rows(rows: Tensor, mask: Tensor | None = None, normalizer: Normali
 def divisor(count: Tensor | int, normalizer: Normalizer = None) -> Tensor | float:
     """The normalizer where there is one, else the count; 1 for a 0: of no row at all the sum is 0."""
     value = count if normalizer is None else normalizer
+    if not isinstance(value, Tensor) and not 0 <= value < math.inf:
+        raise ValueError(f"normalizer must be a number of rows, or a tensor of one, got {value}")
     if isinstance(value, Tensor):
         return value.where(value != 0, torch.ones_like(value))
     return value or 1
