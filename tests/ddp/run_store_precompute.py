@@ -1,7 +1,7 @@
 """Fills a store from two processes: launched by the tests.
 
-Usage: python run_store_precompute.py STORE SECONDS
-The teacher takes SECONDS for a batch; each process says on its standard output what it is, and each batch it ran on.
+Usage: python run_store_precompute.py STORE SECONDS [TIMES]
+Fills it TIMES times, once if not given. The teacher takes SECONDS for a batch; each process says on its standard output what it is, and each batch it ran on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from softs_lightning import Pair
 from softs_lightning.store import Numbered
 from softs_lightning.store.commands import precompute
 
-COUNT = 51
+COUNT = 99
 
 
 def say(what: str) -> None:
@@ -48,12 +48,11 @@ def data() -> DataLoader[Any]:
     return DataLoader(numbered, batch_size=4, shuffle=True, drop_last=True, collate_fn=numbered.collate)
 
 
-def main(store: str, seconds: float) -> None:
-    say(f"is process {os.environ.get('LOCAL_RANK', 0)}")
+def fill(store: str, seconds: float, devices: int = 2) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy="ddp",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -68,4 +67,6 @@ def main(store: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], float(sys.argv[2]))
+    say(f"is process {os.environ.get('LOCAL_RANK', 0)}")
+    for _ in range(int(sys.argv[3]) if sys.argv[3:] else 1):
+        fill(sys.argv[1], float(sys.argv[2]))

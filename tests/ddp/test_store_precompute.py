@@ -13,7 +13,8 @@ import torch
 
 from softs_lightning.store import ProductStore
 from softs_lightning.store.upkeep import verify
-from tests.ddp.run_store_precompute import COUNT, Slow, data
+from tests.ddp.run_store_precompute import COUNT, Slow, data, fill
+from tests.recipes.command import softs_distill
 
 SCRIPT = Path(__file__).with_name("run_store_precompute.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -21,9 +22,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.ddp
 
 
-def start(store: Path, seconds: float) -> subprocess.Popen[str]:
+def start(store: Path, seconds: float, times: int = 1) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(store), str(seconds)],
+        [sys.executable, str(SCRIPT), str(store), str(seconds), str(times)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -59,18 +60,17 @@ def assert_complete(store: Path) -> None:
 
 
 def test_two_processes_share_the_samples_out(tmp_path: Path) -> None:
-    said = finish(start(tmp_path / "store", 0.0))
-    assert sorted(ran(said).values()) == [25, 26]
+    """And run the teacher on nothing the second time."""
+    said = finish(start(tmp_path / "store", 0.0, times=2))
+    assert sorted(ran(said).values()) == [49, 50]
     assert said.count(f"{COUNT} samples, {COUNT} of them computed") == 1
+    assert said.count(f"{COUNT} samples, 0 of them computed") == 1
     assert_complete(tmp_path / "store")
-    again = finish(start(tmp_path / "store", 0.0))
-    assert ran(again) == {}
-    assert f"{COUNT} samples, 0 of them computed" in again
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_leaves_a_store_that_is_gone_on_with(tmp_path: Path, rank: int) -> None:
-    process = start(tmp_path / "store", 0.3)
+def until_killed(store: Path, rank: int) -> None:
+    """Two processes, of which one is killed at its third batch."""
+    process = start(store, 0.2)
     assert process.stdout is not None
     numbers: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -88,11 +88,22 @@ def test_a_process_that_is_killed_leaves_a_store_that_is_gone_on_with(tmp_path: 
     process.stdout.close()
     process.wait(timeout=120)
     assert process.returncode != 0, rest
-    before = len(ProductStore(tmp_path / "store").columns()[0])
-    assert before >= 4 * 2  # what was committed before the third batch
-    said = finish(start(tmp_path / "store", 0.0))
-    assert sum(ran(said).values()) == COUNT - before
-    assert_complete(tmp_path / "store")
+
+
+def test_a_process_that_is_killed_leaves_a_store_that_is_gone_on_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By two others, of which the first is killed too, and then by one."""
+    store = tmp_path / "store"
+    kept = [0]
+    for rank in (1, 0):
+        until_killed(store, rank)
+        kept.append(len(ProductStore(store).columns()[0]))
+        assert kept[-1] >= kept[-2] + 4 * 2  # what was committed before the third batch
+        assert kept[-1] < COUNT
+    fill(str(store), 0.0, devices=1)
+    assert sum(ran(capfd.readouterr().out).values()) == COUNT - kept[-1]
+    assert_complete(store)
 
 
 SHORT = [
@@ -133,7 +144,8 @@ def test_the_command_shares_a_recipes_data_out(tmp_path: Path) -> None:
 
 
 def test_a_recipe_in_half_precision_keeps_what_it_will_ask_for(tmp_path: Path) -> None:
-    done = command(tmp_path, *SHORT, "trainer.precision=bf16-mixed")
+    words = ("precompute", "store=store", *SHORT, "trainer.precision=bf16-mixed")
+    done = softs_distill(*words, folder=tmp_path, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     (column,) = ProductStore(tmp_path / "store").columns()
     assert (column.key.autocast, len(column)) == ("bfloat16", 1000)
