@@ -29,17 +29,12 @@ def softs_distill(
 
     `cold` starts an interpreter of its own for it, which what launches further processes needs.
     """
-    environment = {**os.environ, "SOFTS_LIGHTNING_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    for leftover in ("LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(leftover, None)
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
     if not cold:
-        return _forked(arguments, folder, environment, timeout)
+        return forked("softs_lightning", *arguments, folder=folder, cache=cache, timeout=timeout, path=path)
     return subprocess.run(
         [sys.executable, "-m", "softs_lightning", *arguments],
         cwd=folder,
-        env=environment,
+        env=_environment(cache, path),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -47,12 +42,23 @@ def softs_distill(
     )
 
 
-def _forked(
-    arguments: Sequence[str], folder: Path, environment: dict[str, str], timeout: float
+def _environment(cache: Path, path: Path | None) -> dict[str, str]:
+    environment = {**os.environ, "SOFTS_LIGHTNING_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    for leftover in ("LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(leftover, None)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return environment
+
+
+def forked(
+    program: str, *arguments: str, folder: Path, cache: Path, timeout: float = 240, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """Run `program`, a module or a file's name in `folder`, as `softs_distill` does its command."""
+    environment = _environment(cache, path)
     with TemporaryDirectory() as place:
         said = [os.path.join(place, name) for name in ("stdout", "stderr")]
-        process = SERVER.Process(target=_command, args=(arguments, folder, environment, said))
+        process = SERVER.Process(target=_command, args=(program, arguments, folder, environment, said))
         process.start()
         process.join(timeout)
         code = process.exitcode
@@ -61,11 +67,13 @@ def _forked(
             process.join()
         out, err = (Path(file).read_text(encoding="utf-8") for file in said)
     if code is None:
-        raise subprocess.TimeoutExpired(["softs-distill", *arguments], timeout, out, err)
-    return subprocess.CompletedProcess(["softs-distill", *arguments], code, out, err)
+        raise subprocess.TimeoutExpired([program, *arguments], timeout, out, err)
+    return subprocess.CompletedProcess([program, *arguments], code, out, err)
 
 
-def _command(arguments: Sequence[str], folder: Path, environment: dict[str, str], said: Sequence[str]) -> None:
+def _command(
+    program: str, arguments: Sequence[str], folder: Path, environment: dict[str, str], said: Sequence[str]
+) -> None:
     for number, file in enumerate(said, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.chdir(folder)
@@ -73,8 +81,11 @@ def _command(arguments: Sequence[str], folder: Path, environment: dict[str, str]
     os.environ.update(environment)
     own = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [str(folder), *filter(None, own), *(p for p in sys.path if p and Path(p) != ROOT)]
-    sys.argv = ["softs-distill", *arguments]
-    runpy.run_module("softs_lightning", run_name="__main__", alter_sys=True)
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def run_folder(folder: Path, recipe: str) -> Path:
