@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,13 @@ import torch
 from tests.situations import pytest_addoption, pytest_configure, pytest_itemcollected
 
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_itemcollected"]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays: no later garbage collection need walk through it."""
+    gc.collect()
+    gc.freeze()
+
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
