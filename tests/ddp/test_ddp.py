@@ -60,7 +60,7 @@ def _clean_environment() -> dict[str, str]:
 def output_of(process: subprocess.Popen[str]) -> str:
     """What it said; a collective that waits for the dead would do so for 30 minutes."""
     try:
-        return process.communicate(timeout=300)[0]
+        return process.communicate(timeout=600)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise AssertionError(f"it did not end: {process.communicate()[0]}") from None

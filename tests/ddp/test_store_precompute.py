@@ -34,7 +34,7 @@ def start(store: Path, seconds: float, times: int = 1) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=240)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return said
 
@@ -86,7 +86,7 @@ def until_killed(store: Path, rank: int) -> None:
     os.kill(int(numbers[str(rank)]), signal.SIGKILL)
     rest = process.stdout.read()  # ends when both have: the other does not go on alone for ever
     process.stdout.close()
-    process.wait(timeout=120)
+    process.wait(timeout=600)
     assert process.returncode != 0, rest
 
 
@@ -122,7 +122,7 @@ def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subpro
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 

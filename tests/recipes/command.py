@@ -21,7 +21,7 @@ def softs_distill(
     *arguments: str,
     folder: Path,
     cache: Path,
-    timeout: float = 240,
+    timeout: float = 600,
     path: Path | None = None,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def _environment(cache: Path, path: Path | None) -> dict[str, str]:
 
 
 def forked(
-    program: str, *arguments: str, folder: Path, cache: Path, timeout: float = 240, path: Path | None = None
+    program: str, *arguments: str, folder: Path, cache: Path, timeout: float = 600, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `program`, a module or a file's name in `folder`, as `softs_distill` does its command."""
     environment = _environment(cache, path)
