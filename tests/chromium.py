@@ -96,7 +96,7 @@ def look(page: str, *widths: int, dark: bool = False) -> list[dict[str, Any]]:
             [program, *FLAGS, *scheme, f"--user-data-dir={folder}/profile", "--dump-dom", file.as_uri()],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=True,
         )
     said = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)

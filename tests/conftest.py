@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.situations import pytest_addoption, pytest_configure, pytest_itemcollected
+from tests.workers import pytest_collection_modifyitems, pytest_sessionstart
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_itemcollected"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_itemcollected",
+    "pytest_sessionstart",
+]
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays: no later garbage collection need walk through it."""
+    gc.collect()
+    gc.freeze()
+
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

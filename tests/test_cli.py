@@ -30,7 +30,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, **environment},
         check=False,
     )
@@ -174,7 +174,7 @@ def test_the_module_is_the_same_command() -> None:
         [Path(sys.executable).with_name("softs-distill"), "recipes"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert as_module.returncode == 0

@@ -96,7 +96,7 @@ def test_files_are_read_where_this_package_is_not_installed(tmp_path: Path) -> N
     fit.save_checkpoint(tmp_path / "run.ckpt")
     save_student(student, tmp_path / "student.pt")
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     read = torch.load(tmp_path / "read.pt", weights_only=True)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from softs_lightning.losses import LinearKL
+from tests.ranks import on_two_ranks
 
 pytestmark = pytest.mark.ddp
 WIDTH, VOCABULARY = 8, 24
@@ -68,35 +66,20 @@ def parallel(kind: str, student: Model) -> nn.Module:
 
 
 def on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for kind in KINDS:
-            student = Model()
-            model = parallel(kind, student)  # held until after the backward: DDP syncs while it lives
-            value = loss_of(model, student, slice(2 * rank, 2 * rank + 2), 2)
-            assert isinstance(student.head.weight, DTensor) == (kind == "fsdp2 resharded")
-            torch.autograd.backward(value)
-            grads: dict[str, Any] = {name: p.grad for name, p in student.named_parameters()}
-            whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-            if rank == 0:
-                torch.save(whole, os.path.join(folder, f"{kind}.pt"))
-        _wait_for_both(rank, folder)
-    finally:
-        dist.destroy_process_group()
-
-
-def _wait_for_both(rank: int, folder: str) -> None:
-    """Gloo aborts where its peer is gone first, a barrier's own last message included: so by files."""
-    open(os.path.join(folder, f"done{rank}"), "w").close()
-    deadline = time.monotonic() + 60
-    while not os.path.exists(os.path.join(folder, f"done{1 - rank}")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    for kind in KINDS:
+        student = Model()
+        model = parallel(kind, student)  # held until after the backward: DDP syncs while it lives
+        value = loss_of(model, student, slice(2 * rank, 2 * rank + 2), 2)
+        assert isinstance(student.head.weight, DTensor) == (kind == "fsdp2 resharded")
+        torch.autograd.backward(value)
+        grads: dict[str, Any] = {name: p.grad for name, p in student.named_parameters()}
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        if rank == 0:
+            torch.save(whole, os.path.join(folder, f"{kind}.pt"))
 
 
 def test_two_processes_equal_one_on_the_union(tmp_path: Path) -> None:
-    spawn(on_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    on_two_ranks(on_rank, tmp_path)
     student = Model()
     torch.autograd.backward(loss_of(student, student, slice(None), 1))
     for kind in KINDS:

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from softs_lightning.losses import CRD, QueueKL
-from tests.test_losses_ddp import _wait_for_both
+from tests.ranks import on_two_ranks
 
 pytestmark = pytest.mark.ddp
 WIDTH, SAMPLES, STEPS = 4, 24, 3
@@ -58,25 +57,19 @@ def step(model: nn.Module, batch: tuple[Tensor, ...], rank: int) -> None:
 
 
 def on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for broadcast in (True, False):
-            student = Distilled(seed=rank)  # unlike at first: DDP hands out those of the first rank
-            model = DistributedDataParallel(student, broadcast_buffers=broadcast)
-            start = copy.deepcopy(student.state_dict())
-            for number, batch in enumerate(batches()):
-                if number == STEPS - 1:
-                    saved = copy.deepcopy(student.state_dict())
-                step(model, batch, rank)
-            resumed = Distilled(seed=7)
-            resumed.load_state_dict(_of_the_first(saved, rank, folder, broadcast))
-            step(DistributedDataParallel(resumed, broadcast_buffers=broadcast), batches()[-1], rank)
-            found = {"start": start, "end": memories(student), "resumed": memories(resumed)}
-            torch.save(found, f"{folder}/{broadcast}{rank}.pt")
-        _wait_for_both(rank, folder)
-    finally:
-        dist.destroy_process_group()
+    for broadcast in (True, False):
+        student = Distilled(seed=rank)  # unlike at first: DDP hands out those of the first rank
+        model = DistributedDataParallel(student, broadcast_buffers=broadcast)
+        start = copy.deepcopy(student.state_dict())
+        for number, batch in enumerate(batches()):
+            if number == STEPS - 1:
+                saved = copy.deepcopy(student.state_dict())
+            step(model, batch, rank)
+        resumed = Distilled(seed=7)
+        resumed.load_state_dict(_of_the_first(saved, rank, folder, broadcast))
+        step(DistributedDataParallel(resumed, broadcast_buffers=broadcast), batches()[-1], rank)
+        found = {"start": start, "end": memories(student), "resumed": memories(resumed)}
+        torch.save(found, f"{folder}/{broadcast}{rank}.pt")
 
 
 def _of_the_first(state: dict[str, Any], rank: int, folder: str, broadcast: bool) -> dict[str, Any]:
@@ -92,7 +85,7 @@ def _of_the_first(state: dict[str, Any], rank: int, folder: str, broadcast: bool
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memories")
-    spawn(on_rank, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    on_two_ranks(on_rank, folder)
     return folder
 
 

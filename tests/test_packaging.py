@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", source],
         check=True,
         capture_output=True,
-        timeout=200,
+        timeout=300,
     )
     (built,) = (source / "dist").glob("*.whl")
     return built
@@ -53,7 +53,7 @@ def run(installed: Path, folder: Path, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(installed), "SOFTS_LIGHTNING_CACHE": str(folder / "cache")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_the_installed_command_sees_its_configs_from_anywhere(tmp_path: Path) ->
     """Of whichever installation the tests run in: with `pip install -e`, the editable one."""
     command = Path(sys.executable).with_name("softs-distill")
     done = subprocess.run(
-        [command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
     )
     assert "teacher: outputs[early]" in done.stdout
     shown = subprocess.run(
@@ -104,7 +104,7 @@ def test_the_installed_command_sees_its_configs_from_anywhere(tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert shown.stdout == (ROOT / "recipes" / "recipe" / "digits.yaml").read_text()

@@ -38,7 +38,7 @@ class Meeting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=300)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         self.barrier.wait()

@@ -59,7 +59,7 @@ def test_the_report_is_made_again_from_the_files_without_torch(run: Path, copied
         [sys.executable, "-c", code, "report", str(copied)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert done.stdout.splitlines() == [f"Report: {copied / 'report.html'}", "[] 0"]

@@ -594,4 +594,4 @@ assert not {"transformers", "lightning", "torch._dynamo"} & set(sys.modules)
 softs_lightning.patching.register_patch_mapping({"Block": Decoder})
 assert sys.modules["transformers.monkey_patching"].get_patch_mapping() == {"Block": Decoder}
 """
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True, timeout=300)

@@ -52,7 +52,7 @@ def run(folder: Path, tests: str, *options: str) -> tuple[str, dict[str, list[st
         [*command, "--situations", folder / "table.md", folder / "test_some.py", *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
         check=False,
     )

@@ -1,7 +1,8 @@
 """Trainings as users write them, for one process or several.
 
 Usage: python run.py OUT SCENARIO[,SCENARIO...] [DEVICES [NODES [STRATEGY [RESUME_FROM]]]]
-Each rank writes OUT/SCENARIO.rankN.pt: the weights, the projectors, the metrics, or the error.
+RESUME_FROM is a checkpoint of the first scenario. Each rank writes OUT/SCENARIO.rankN.pt: the weights, the projectors,
+the metrics, or the error.
 """
 
 from __future__ import annotations
@@ -255,6 +256,7 @@ def main(
     torch.set_num_threads(1)
     for scenario in scenarios.split(","):
         result = train(scenario, Path(out), int(devices), int(nodes), strategy, *resume)
+        resume = ()
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         torch.save(result, Path(out) / f"{scenario}.rank{rank}.pt")
 

@@ -1,14 +1,15 @@
 """Fills a store from two processes: launched by the tests.
 
-Usage: python run_store_precompute.py STORE SECONDS
-The teacher takes SECONDS for a batch; each process says on its standard output what it is, and each batch it ran on.
+Usage: python run_store_precompute.py STORE TIMES [RANK]
+Fills it TIMES times. The process of RANK dies in its third batch, as by the machine's hand; each says on its standard
+output each batch that the teacher ran on.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import time
 from typing import Any
 
 import lightning as L
@@ -29,15 +30,18 @@ def say(what: str) -> None:
     os.write(1, f"\n{os.getpid()} {what}\n".encode())
 
 
-class Slow(nn.Module):
-    def __init__(self, seconds: float) -> None:
+class Mortal(nn.Module):
+    def __init__(self, rank: str | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.seconds = seconds
+        self.rank = rank
+        self.batches = 0
         self.hidden = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        self.batches += 1
+        if self.batches == 3 and self.rank is not None and self.rank == os.environ.get("LOCAL_RANK"):
+            os.kill(os.getpid(), signal.SIGKILL)
         say(f"ran on {len(x)}")
         return self.hidden(x)
 
@@ -48,8 +52,7 @@ def data() -> DataLoader[Any]:
     return DataLoader(numbered, batch_size=4, shuffle=True, drop_last=True, collate_fn=numbered.collate)
 
 
-def main(store: str, seconds: float) -> None:
-    say(f"is process {os.environ.get('LOCAL_RANK', 0)}")
+def fill(store: str, teacher: nn.Module) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -63,10 +66,11 @@ def main(store: str, seconds: float) -> None:
     )
     pair = Pair("outputs[hidden]", "outputs[x]", nn.MSELoss())
     options: dict[str, Any] = {"ids": "index", "commit_seconds": 0.0, "check": "none"}
-    precompute(store, Slow(seconds), [pair], data(), trainer=trainer, **options)
+    precompute(store, teacher, [pair], data(), trainer=trainer, **options)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], float(sys.argv[2]))
+    for _ in range(int(sys.argv[2])):
+        fill(sys.argv[1], Mortal(*sys.argv[3:]))
     torch.distributed.destroy_process_group()

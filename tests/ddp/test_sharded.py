@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.ddp import run_sharded
-from tests.ddp.run_sharded import ALIKE, SCENARIOS, train
-from tests.ddp.test_ddp import assert_equal, finish, launch, output_of
+from tests.ddp.run_sharded import ALIKE, FAILING, SCENARIOS, train
+from tests.ddp.test_ddp import assert_equal, launch, output_of
 
 pytestmark = [
     pytest.mark.ddp,
@@ -27,17 +25,23 @@ Single = Callable[[str], dict[str, Any]]
 PLAIN = ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
 
 
-def two_processes(out: Path, scenarios: Iterable[str]) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """All trainings on two processes, in one launch that a failing one ends: the folder of what they wrote."""
+    out = tmp_path_factory.mktemp("two")
     agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     root = Path(run_sharded.__file__).parents[2]
-    return launch(*agent, "-m", run_sharded.__name__, str(out), ",".join(scenarios), cwd=root)
+    names = ",".join([*SCENARIOS, *FAILING])
+    process = launch(*agent, "-m", run_sharded.__name__, str(out), names, cwd=root)
+    return out, output_of(process), process.returncode
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All trainings on two processes, in one launch; the folder of what they wrote."""
-    out = tmp_path_factory.mktemp("two")
-    finish(two_processes(out, SCENARIOS))
+def two(launched: tuple[Path, str, int]) -> Path:
+    """The folder of what two processes wrote, when all that should have ended has."""
+    out, output, _ = launched
+    expected = [out / f"{name}.rank{rank}.pt" for name in SCENARIOS for rank in (0, 1)]
+    assert all(file.exists() for file in expected), output
     return out
 
 
@@ -87,14 +91,13 @@ def test_between_steps_each_rank_holds_its_share_of_the_teacher(
 
 
 @pytest.mark.situation("FSDP2", proves="resumed equal")
-def test_a_rank_that_fails_ends_the_others_and_its_checkpoint_resumes(single: Single, tmp_path: Path) -> None:
-    start = time.monotonic()
-    process = two_processes(tmp_path, ["failing"])
-    output = output_of(process, 120)
-    assert process.returncode != 0
+def test_a_rank_that_fails_ends_the_others_and_its_checkpoint_resumes(
+    single: Single, launched: tuple[Path, str, int], tmp_path: Path
+) -> None:
+    out, output, code = launched
+    assert code != 0
     assert "on one rank only" in output
-    assert time.monotonic() - start < 110  # the timeout of a collective that waits for the dead is 30 minutes
-    saved = tmp_path / "failing" / "epoch=0.ckpt"
+    saved = out / "failing" / "epoch=0.ckpt"
     assert_equal(train("resumed", ALIKE["fsdp"].alone(), tmp_path, saved), single("fsdp"), 1e-12)
 
 

@@ -27,7 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,7 @@ def run(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The default command with two of its five seeds."""
     folder = tmp_path_factory.mktemp("digits")
-    done = softs_distill("seeds=[0,1]", folder=folder, cache=cache)
+    done = softs_distill("seeds=[0,1]", folder=folder, cache=cache, cold=True)
     assert done.returncode == 0, done.stderr
     return run_folder(folder, "digits"), done
 
@@ -143,7 +143,7 @@ def test_two_processes_write_one_run_and_speak_once(cache: Path, tmp_path: Path)
         "data.passes=20",
         folder=tmp_path,
         cache=cache,
-        timeout=200,
+        cold=True,
     )
     assert done.returncode == 0, done.stderr
     folder = run_folder(tmp_path, "digits")
@@ -187,7 +187,7 @@ def test_two_processes_refuse_with_one_message(cache: Path, tmp_path: Path) -> N
         "seeds=[0]",
         folder=tmp_path,
         cache=tmp_path / "cache",
-        timeout=200,
+        cold=True,
     )
     assert done.returncode == 1
     assert done.stderr.count("The teacher is no better than the student alone") == 1

@@ -48,7 +48,7 @@ def parameters(module: nn.Module) -> int:
 def test_two_teachers_each_with_a_half(tmp_path: Path, cache: Path) -> None:
     folder, found = run(
         "multi-teacher",
-        "data.passes=25",
+        "data.passes=12",
         "teacher.data.passes=10",
         "callbacks.second.teacher.data.passes=10",
         QUIET,
@@ -96,7 +96,7 @@ def test_the_halves_of_the_pool_are_disjoint_and_complete() -> None:
 
 def test_a_transformer_teaches_a_convolutional_network(tmp_path: Path, cache: Path) -> None:
     folder, found = run(
-        "cross-architecture", "data.passes=25", "teacher.data.passes=15", QUIET, folder=tmp_path, cache=cache
+        "cross-architecture", "data.passes=15", "teacher.data.passes=15", QUIET, folder=tmp_path, cache=cache
     )
     stops = {arm.name: [stop.module for stop in arm.stops] for arm in found.arms}
     assert stops == {"alone": [], "tokens and scores": ["head"], "scores": ["head"], "tokens": ["layers.1"]}

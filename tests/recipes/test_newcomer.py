@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from softs_lightning.report import Result
+from tests.recipes.command import forked, softs_distill
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +21,34 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def commands() -> list[str]:
-    """The commands after the installation, which the tests' own environment stands for."""
+    """The commands after the installation, which the tests' own environment stands for, and the default recipe."""
     lines = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
-    return lines[lines.index("softs-distill 'seeds=[0]'") :]
+    return lines[lines.index("softs-distill 'seeds=[0]'") + 1 :]
+
+
+def follow(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Carry out one command of the page in `folder`, and no other kind than it has."""
+    words = shlex.split(command)
+    path = folder if words[0] == "PYTHONPATH=." else None
+    match words[path is not None :]:
+        case ["python", "use.py"]:
+            # The package is out of reach by then, as where it was never installed.
+            (folder / "softs_lightning.py").write_text("raise ImportError('not installed')\n")
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            return subprocess.run(
+                [sys.executable, "use.py"],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+        case ["python", program]:
+            return forked(program, folder=folder, cache=folder / "cache", path=path)
+        case ["softs-distill", *arguments]:
+            return softs_distill(*arguments, folder=folder, cache=folder / "cache", path=path)
+    raise ValueError(f"the page has another kind of command, {command!r}")
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +61,9 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
             (folder / text.splitlines()[0].removeprefix("# ")).write_text(text, encoding="utf-8")
         if language == "yaml":
             (folder / "configs" / "recipe" / "own.yaml").write_text(text, encoding="utf-8")
-    bin_folder = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-        "SOFTS_LIGHTNING_CACHE": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     printed = {}
     for command in commands():
-        if command == "python use.py":
-            # The package is out of reach by then, as where it was never installed.
-            (folder / "softs_lightning.py").write_text("raise ImportError('not installed')\n")
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = follow(command, folder)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         printed[command] = done.stdout
     return folder, printed

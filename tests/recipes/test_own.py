@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from softs_lightning.report import Result
-from tests.recipes.command import run_folder, softs_distill
+from tests.recipes.command import forked, run_folder, softs_distill
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,9 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_own_recipe_runs_and_its_student_needs_no_plugin(mine: Path) -> None:
+def test_an_own_recipe_runs_and_its_student_needs_no_plugin(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = softs_distill(
         "--config-dir", "configs", "recipe=own", folder=mine, cache=mine / "cache", path=mine / "modules"
     )
@@ -110,24 +112,16 @@ def test_an_own_recipe_runs_and_its_student_needs_no_plugin(mine: Path) -> None:
     assert "The teacher stops at body" in done.stdout
     folder = run_folder(mine, "own")
     assert "closeness" in (folder / "report.md").read_text()
-    without = (
-        "import sys; sys.modules['softs_lightning'] = None\n"
-        "from mine import Net\n"
-        f"net = Net.load_from_checkpoint({str(folder / 'student.ckpt')!r}, weights_only=True)\n"
-        "print(sorted(net.state_dict()), [name for name in sys.modules if name.startswith('softs')])"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", without],
-        env={**os.environ, "PYTHONPATH": str(mine / "modules")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert (
-        loaded.stdout.strip()
-        == "['body.bias', 'body.weight', 'head.bias', 'head.weight'] ['softs_lightning']"
-    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "softs_lightning"]:
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    with pytest.raises(ImportError, match="softs_lightning"):
+        import softs_lightning  # noqa: F401
+    modules: dict[str, Any] = {"__name__": "mine"}
+    exec(MODULES, modules)
+    net = modules["Net"].load_from_checkpoint(folder / "student.ckpt", weights_only=True)
+    kept = torch.load(folder / "student.ckpt", weights_only=True)["state_dict"]
+    assert sorted(kept) == ["body.bias", "body.weight", "head.bias", "head.weight"]
+    assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items())
 
 
 def test_an_own_mistake_keeps_its_traceback(mine: Path) -> None:
@@ -147,19 +141,7 @@ def app(folder: Path, config: str, *arguments: str) -> str:
     (folder / "conf").mkdir()
     (folder / "conf" / "app.yaml").write_text(config)
     (folder / "app.py").write_text(APP)
-    done = subprocess.run(
-        [sys.executable, "app.py", *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(folder / "modules"),
-            "SOFTS_LIGHTNING_CACHE": str(folder / "cache"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = forked("app.py", *arguments, folder=folder, cache=folder / "cache", path=folder / "modules")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
