@@ -30,5 +30,9 @@ class Cancelled(BaseException):
     """Ends a block whose run is over; never leaves the thread it is thrown into."""
 
 
+class LastStep(BaseException):
+    """Tells a loop over the steps of a run that there is no other."""
+
+
 class Skip(BaseException):
     """Keeps a captured with block from running where it stands."""

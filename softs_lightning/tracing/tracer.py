@@ -2,19 +2,20 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from softs_lightning.tracing import ambient
+from softs_lightning.tracing.baton import surely
 from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map_tensors, rows_of, tokenized
 from softs_lightning.tracing.cache import CacheView, Recorder
 from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
 from softs_lightning.tracing.interleave import Run
-from softs_lightning.tracing.interpose import interposed, saveable
+from softs_lightning.tracing.interpose import Interposed
 from softs_lightning.tracing.invoke import Invoker
 from softs_lightning.tracing.iterations import Barrier, Iterations
 from softs_lightning.tracing.reads import STOP, Where
@@ -45,7 +46,12 @@ class InterleavingTracer(Capturing):
         self.args = args
         self.kwargs = kwargs
         self._run: Run | None = None
-        self._invokes: list[Invoker] | None = None  # a list while the body runs that registers them
+        self._standing: Interposed | None = None
+        self._blocks: list[tuple[Body, RowRange | None]] = []
+        self._invokes: list[Invoker] = []
+        self._outer: tuple[Any, Any] | None = (
+            None  # what was active around, while the body runs that registers them
+        )
         self._caches: list[Recorder] = []
 
     def __repr__(self) -> str:
@@ -161,7 +167,7 @@ class InterleavingTracer(Capturing):
         (['model.0', 'model.1', 'model'], tensor([[0., 0., 0.]]))
         """
         worker = ACTIVE.worker
-        if worker is None and self._invokes is None:
+        if worker is None and self._outer is None:
             current_worker("tracer.cache()")
         if worker is not None:
             self._worker("tracer.cache()")
@@ -235,47 +241,58 @@ class InterleavingTracer(Capturing):
         if self.envoy is None:
             raise RuntimeError("this tracer has run; make a new one for each trace")
         saves = Saves(current_saves())
-        blocks: list[tuple[Body, RowRange | None]] = [(body, None)]
-        invokes: list[Invoker] = []
-        try:
-            if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
-                inputs = self._tokenized(self.args, self.kwargs)
-            else:
-                blocks = []
-                self._collect(body, invokes, saves)
-                inputs, rows = self._batch(invokes)
-                blocks = [(each.body, part) for each, part in zip(invokes, rows, strict=True)]
-                for each, _ in blocks:
-                    each.join([other for other, _ in blocks])
-            self._interleave(blocks, inputs, saves)
-        except Exception as error:
-            if isinstance(error, AttributeError) and error.name == "save":
-                error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
-            raise
-        finally:
-            for each, _ in blocks:
-                each.push(saves.keeps)
-            if not any(each is body for each, _ in blocks):
-                body.push(saves.keeps)
-            for invoke in invokes:
-                invoke.finish()
-            self.envoy = self._run = None
-            self.fn, self.args, self.kwargs = None, (), {}
-            self._caches = []
+        surely(functools.partial(self._trace, body, saves), functools.partial(self._close, body, saves))
         return saves.named
 
-    def _collect(self, body: Body, invokes: "list[Invoker]", saves: Saves) -> None:
-        self._invokes = invokes
-        outer, ACTIVE.collecting = (ACTIVE.worker, ACTIVE.collecting), saves
-        ACTIVE.worker = None
+    def _trace(self, body: Body, saves: Saves) -> None:
+        try:
+            if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
+                self._blocks = [(body, None)]
+                inputs = self._tokenized(self.args, self.kwargs)
+            else:
+                self._collect(body, saves)
+                inputs, rows = self._batch(self._invokes)
+                bodies = [each.body for each in self._invokes]
+                self._blocks = list(zip(bodies, rows, strict=True))
+                for each in bodies:
+                    each.join(bodies)
+            self._interleave(inputs, saves)
+        except AttributeError as error:
+            if error.name == "save":
+                error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
+            raise
+
+    def _close(self, body: Body, saves: Saves) -> None:
+        """End the run and hand the names back. May be repeated, if a Ctrl-C got into it."""
+        if self.envoy is None:
+            return
+        if self._outer is not None:
+            ACTIVE.worker, ACTIVE.collecting = self._outer
+        if self._run is not None:
+            self._run.close()
+        if self._standing is not None:
+            self._standing.remove()
+        for each, _ in self._blocks:
+            each.push(saves.keeps)
+        if (body, None) not in self._blocks:
+            body.push(saves.keeps)
+        for invoke in self._invokes:
+            invoke.finish()
+        self.fn, self.args, self.kwargs = None, (), {}
+        self._blocks, self._invokes, self._caches = [], [], []
+        self.envoy = self._run = self._standing = None
+
+    def _collect(self, body: Body, saves: Saves) -> None:
+        self._outer = ACTIVE.worker, ACTIVE.collecting
+        ACTIVE.worker, ACTIVE.collecting = None, saves
         try:
             body.run()
         except BaseException as error:
             error.__traceback__ = own_frames_removed(error.__traceback__)
             raise
         finally:
-            self._invokes = None
-            ACTIVE.worker, ACTIVE.collecting = outer
+            ACTIVE.worker, ACTIVE.collecting = self._outer
+            self._outer = None
 
     def _batch(self, invokes: "list[Invoker]") -> tuple[Inputs, list[RowRange | None]]:
         if not invokes:
@@ -305,37 +322,39 @@ class InterleavingTracer(Capturing):
         assert self.envoy is not None
         return tokenized(args, kwargs, self.envoy._tokenizer, self.envoy.module)
 
-    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
+    def _interleave(self, inputs: Inputs, saves: Saves) -> None:
         assert self.envoy is not None
         module, path = self.envoy.module, self.envoy.path
-        call = module if self.fn is None else self.fn
-        if isinstance(call, str):
-            call = getattr(module, call)
-        if any(isinstance(each, str) for each in leaves(inputs[0])):
-            call = _given_text(call)
+        call = (
+            module if self.fn is None else getattr(module, self.fn) if isinstance(self.fn, str) else self.fn
+        )
         modules = _tree(module)
 
         def name_of(key: int, kind: str) -> str:
             name = next(name for name, each in module.named_modules() if id(each) == key)
             return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
 
-        (args, kwargs), caches = inputs, self._caches
-        with interposed(modules.values()):
-            workers = [Worker(body, rows) for body, rows in blocks]
-            run = self._run = Run(
-                workers,
-                dict.fromkeys(modules, 0),
-                saves,
-                name_of,
-                functools.partial(_around, ambient.snapshot()),
-            )
-            for recorder in caches:
-                run.observe(recorder)
-            try:
-                run.drive(functools.partial(call, *args, **kwargs))
-            finally:
-                for recorder in caches:
-                    recorder.finish()
+        def ambient_of_a_thread() -> AbstractContextManager[None]:
+            standing.saveable()
+            return set_up()
+
+        set_up = ambient.snapshot()
+        standing = self._standing = Interposed(modules.values())
+        run = self._run = Run(
+            [Worker(body, rows) for body, rows in self._blocks],
+            dict.fromkeys(modules, 0),
+            saves,
+            name_of,
+            ambient_of_a_thread,
+        )
+        for recorder in self._caches:
+            run.observe(recorder)
+        standing.put()
+        try:
+            run.drive(functools.partial(_called, call, *inputs))
+        finally:
+            for recorder in self._caches:
+                recorder.finish()
 
 
 class ScanningTracer(InterleavingTracer):
@@ -346,7 +365,7 @@ class ScanningTracer(InterleavingTracer):
     modules meanwhile are set back, because they hold fake tensors.
     """
 
-    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
+    def _interleave(self, inputs: Inputs, saves: Saves) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -375,7 +394,7 @@ class ScanningTracer(InterleavingTracer):
                 module._buffers.update(faked(buffers))
                 module._parameters.update(faked(parameters))
             with mode:
-                super()._interleave(blocks, map_tensors(fake, inputs), saves)
+                super()._interleave(map_tensors(fake, inputs), saves)
         finally:
             for module, attributes, buffers, parameters in before:
                 module.__dict__.clear()
@@ -427,26 +446,17 @@ def _tree(root: nn.Module) -> dict[int, nn.Module]:
     return seen
 
 
-def _given_text(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model may take text, but most cannot; ``call`` then fails on something that says nothing of it."""
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            raise TypeError(
-                f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
-                "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
-            ) from error
-
-    return explained
-
-
-@contextmanager
-def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """What a block with a thread runs in."""
-    with saveable(), set_up():
-        yield
+def _called(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        if not any(isinstance(each, str) for each in leaves(args)):
+            raise
+        # A model may take text, but most cannot; they then fail on something that says nothing of it.
+        raise TypeError(
+            f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
+            "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
+        ) from error
 
 
 def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
