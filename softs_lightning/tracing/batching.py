@@ -236,7 +236,7 @@ def tokenized(
     Raises:
         ValueError: there are several texts, and the tokenizer has no padding token.
     """
-    if len(args) != 1:
+    if len(args) != 1 or isinstance(args[0], torch.Tensor):
         return args, kwargs
     (first,) = args
     texts = [first] if isinstance(first, str) else first

@@ -54,10 +54,11 @@ class Scope(dict[str, Any]):
                 super().__setitem__(name, outer[name])
             del outer
             drop_locals(frame.f_back)
+        put = super().__setitem__
         for name in _COPIED:
             if name in around:
-                super().__setitem__(name, around[name])
-        super().__setitem__("__builtins__", frame.f_builtins)
+                put(name, around[name])
+        put("__builtins__", frame.f_builtins)
         self.around = around
         self.local = local
         self.given = dict(self)
@@ -267,7 +268,7 @@ class Capturing:
             and site.first_line <= frame.f_lineno <= site.last_line
         ):
             self._met = True
-            if any(start <= frame.f_lasti < end for start, end in site.guarded):
+            if frame.f_lasti in site.guarded:
                 raise Skip
         return self._skip
 

@@ -31,9 +31,9 @@ class _Forward:
 
     __slots__ = ("__wrapped__", "key", "own", "users")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, user: "Interposed") -> None:
         self.key = id(module)
-        self.users: set[Interposed] = set()
+        self.users = [user]
         self.own = "forward" in module.__dict__
         self.__wrapped__: Callable[..., Any] = module.forward
 
@@ -71,10 +71,12 @@ class Interposed:
                 _stances.append(frames._stance)  # torch's own way back is lost if Ctrl-C comes on the way in
                 torch.compiler.set_stance("force_eager")
             for module in self._modules:
-                forward = module.__dict__.get("forward")
-                if type(forward) is not _Forward:
-                    forward = module.__dict__["forward"] = _Forward(module)
-                forward.users.add(self)
+                slots = module.__dict__
+                forward = slots.get("forward")
+                if type(forward) is _Forward:
+                    forward.users.append(self)
+                else:
+                    slots["forward"] = _Forward(module, self)
 
     def saveable(self) -> None:
         """From now on, ``tensor.save()`` is `save` in functions that a block calls, too."""
@@ -95,13 +97,14 @@ class Interposed:
         for module in self._modules:
             slots = module.__dict__
             forward = slots.get("forward")
-            if type(forward) is _Forward:  # else the model replaced it during the run: that is its to keep
-                forward.users.discard(self)
-                if not forward.users:
-                    if forward.own:
-                        slots["forward"] = forward.__wrapped__
-                    else:
-                        del slots["forward"]
+            if type(forward) is not _Forward:  # the model replaced it during the run: that is its to keep
+                continue
+            if forward.users != [self]:
+                forward.users[:] = [each for each in forward.users if each is not self]
+            elif forward.own:
+                slots["forward"] = forward.__wrapped__
+            else:
+                del slots["forward"]
         if _saving == {self} and "save" in torch.Tensor.__dict__:
             del torch.Tensor.save  # type: ignore[attr-defined]
         _saving.discard(self)

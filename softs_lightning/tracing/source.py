@@ -40,9 +40,7 @@ class Site:
     own: frozenset[str]  # the variables of the function around it
     first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
     last_line: int
-    guarded: tuple[
-        tuple[int, int], ...
-    ]  # the instructions from which an exception gets to the statement's exit
+    guarded: frozenset[int]  # the instructions from which an exception gets to the statement's exit
 
 
 # By (id of the frame's code, instruction). Entries leave with their code object, so that a redefined
@@ -174,7 +172,7 @@ def _does_nothing(node: ast.stmt) -> bool:
     return constant or isinstance(node, ast.Pass | ast.Global | ast.Nonlocal)
 
 
-def _guarded(frame: FrameType) -> tuple[tuple[int, int], ...]:
+def _guarded(frame: FrameType) -> frozenset[int]:
     """Instructions that do nothing may lie outside, and an exception from there would pass the exit by."""
     entries = [
         each
@@ -182,7 +180,7 @@ def _guarded(frame: FrameType) -> tuple[tuple[int, int], ...]:
         if each.start >= frame.f_lasti
     ]
     target = min(entries, key=lambda each: each.start).target
-    return tuple((each.start, each.end) for each in entries if each.target == target)
+    return frozenset(at for each in entries if each.target == target for at in range(each.start, each.end))
 
 
 def _position(node: ast.AST) -> tuple[int, int, int, int]:

@@ -137,7 +137,7 @@ class Worker:
             finally:
                 self.alive = False
                 self.back.give()
-        except BaseException:  # noqa: S110  # Ctrl-C, which came when there was nothing left to end
+        except BaseException:  # Ctrl-C, which came when there was nothing left to end
             pass
 
     def _body(self) -> None:
@@ -307,9 +307,7 @@ class Worker:
             return False
         if self.thread is not None:
             self.baton.close()
-        self.thread = self.rows = self.reads = self.thrown = None
-        for name in ("body", "run", "tracer", "context", "back", "baton"):
-            self.__dict__.pop(name, None)
+        self.thread = None
         return True
 
 
