@@ -21,8 +21,12 @@ class Baton:
 
     def __init__(self) -> None:
         self._ends: list[int] = []  # the reader, the writer
-        # One call into C, as in `close`: Ctrl-C cannot come between the making of a pipe and the keeping.
-        self._ends.extend(chain.from_iterable(starmap(os.pipe, ((),))))
+
+    def open(self) -> None:
+        """Make the pipe, if there is none."""
+        if not self._ends:
+            # One call into C, as in `close`: Ctrl-C cannot come between the making of a pipe and the keeping.
+            self._ends.extend(chain.from_iterable(starmap(os.pipe, ((),))))
 
     def give(self) -> None:
         os.write(self._ends[1], b".")
@@ -32,11 +36,8 @@ class Baton:
         os.read(self._ends[0], 1)
 
     def close(self) -> None:
-        """Afterwards it cannot be used; closing twice is harmless."""
+        """Until it is opened again, it cannot be used; closing twice is harmless."""
         any(map(os.close, map(self._ends.pop, [-1] * len(self._ends))))
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def surely(work: Callable[[], T], clean: Callable[[], object]) -> T:

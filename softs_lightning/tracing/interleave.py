@@ -4,7 +4,6 @@ No torch here. The model's side calls `Run.visit` whenever a module is called, a
 block has something to do at that location.
 """
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -62,12 +61,8 @@ class Run:
         self.wanted: dict[int, int] = {}  # for how many of those places, by module
         self.ready: deque[Worker] = deque()  # go on wherever the model is
         self.observers: list[Recorder] = []
+        self.baton = Baton()  # this thread's, to take back from the block that was given its own
         self.outer = ACTIVE.run
-
-    @functools.cached_property
-    def baton(self) -> Baton:
-        """This thread's, to take back from the block that was given its own."""
-        return Baton()
 
     # On the model's thread.
 
@@ -112,7 +107,7 @@ class Run:
             ACTIVE.run = self.outer
         self.over = self.closed = True
         # All of them are closed; a thread that was left behind might give this one's baton to what came after.
-        if all([worker.close() for worker in self.workers]) and "baton" in self.__dict__:
+        if all([worker.close() for worker in self.workers]):
             self.baton.close()
         self.workers, self.observers = [], []
         self.waiting.clear()

@@ -393,18 +393,21 @@ class ScanningTracer(InterleavingTracer):
         def faked(state: dict[str, Any]) -> dict[str, Any]:
             return {name: None if each is None else fake(each) for name, each in state.items()}
 
-        try:
+        def run() -> None:
             for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
                 module._buffers.update(faked(buffers))
                 module._parameters.update(faked(parameters))
             with mode:
-                super()._interleave(map_tensors(fake, inputs), saves)
-        finally:
+                trace(map_tensors(fake, inputs), saves)
+
+        def restore() -> None:
             for module, attributes, buffers, parameters in before:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
+                _restore(module.__dict__, attributes)
                 _restore(module._buffers, buffers)
                 _restore(module._parameters, parameters)
+
+        trace = super()._interleave
+        surely(run, restore)
 
 
 def _selected(

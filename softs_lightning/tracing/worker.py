@@ -263,6 +263,8 @@ class Worker:
         """Start the thread, with the baton: another hand-over would cost as much as the start itself."""
         self.waits_for = self.waits = None
         self.baton, self.back = Baton(), self.run.baton
+        self.baton.open()
+        self.back.open()
         self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
         try:
             self.thread.start()
@@ -305,7 +307,7 @@ class Worker:
         """End it and let go of everything; whether its thread has ended. May be repeated."""
         if not self.end():
             return False
-        if self.thread is not None:
+        if "baton" in self.__dict__:
             self.baton.close()
         self.thread = None
         return True
