@@ -284,7 +284,7 @@ class Worker:
             time.sleep(0.001)
         if self.alive and self.waits is None and interruption is not None:
             self.interrupt(interruption)
-        else:
+        elif self.alive:
             self.baton.give()
         self.thread.join(self.patience)
         if self.thread.is_alive():
