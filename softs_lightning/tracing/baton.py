@@ -44,17 +44,19 @@ def surely(work: Callable[[], T], clean: Callable[[], object]) -> T:
     """What ``work`` returns, with ``clean`` called afterwards whatever happens.
 
     A Ctrl-C may arrive at any instruction, also of ``clean``, which is then called once more. So ``clean`` has to
-    do all of its work, or the part of it that is left, however much of it, and of ``work``, was done.
+    do what is left to do, however much of it, and of ``work``, was done.
 
     >>> surely(lambda: 1 + 1, lambda: print("cleaned"))
     cleaned
-    cleaned
     2
     """
+    again = True
     try:
         try:
             return work()
         finally:
             clean()
+            again = False
     finally:
-        clean()
+        if again:
+            clean()

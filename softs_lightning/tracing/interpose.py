@@ -86,9 +86,8 @@ class Interposed:
 
     def remove(self) -> None:
         try:
-            if self in _traces:
-                with _lock:
-                    self._remove()
+            with _lock:
+                self._remove()
         finally:
             while _lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C came before it was let go
                 _lock.release()

@@ -268,8 +268,6 @@ class InterleavingTracer(Capturing):
 
     def _close(self, body: Body, saves: Saves) -> None:
         """End the run and hand the names back. May be repeated, if a Ctrl-C got into it."""
-        if self.envoy is None:
-            return
         if self._outer is not None:
             ACTIVE.worker, ACTIVE.collecting = self._outer
         if self._run is not None:
