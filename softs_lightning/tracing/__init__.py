@@ -15,6 +15,7 @@ batching        several inputs in one forward
 cache           many activations at once
 invoke          one block of a batch
 tracer          what goes into a with statement
+scan            the same, without computing
 envoy           a model, seen from a block
 =============== ==========================================================================================
 
@@ -27,7 +28,8 @@ from softs_lightning.tracing.errors import OutOfOrderError, OutsideTraceError, W
 from softs_lightning.tracing.invoke import Invoker, Outcome
 from softs_lightning.tracing.iterations import Barrier, Iterations
 from softs_lightning.tracing.saving import save
-from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
+from softs_lightning.tracing.scan import ScanningTracer
+from softs_lightning.tracing.tracer import InterleavingTracer
 
 __all__ = [
     "Barrier",

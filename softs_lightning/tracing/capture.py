@@ -47,7 +47,9 @@ class Scope(dict[str, Any]):
         self.around, self.local = around, local = frame.f_globals, frame.f_locals
         self.given = given = {name: local[name] for name in names if name in local}
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
-            outer = frame.f_back.f_locals  # a class body does not list what it takes from the function around it
+            outer = (
+                frame.f_back.f_locals
+            )  # a class body does not list what it takes from the function around it
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 given[name] = outer[name]
             drop_locals(frame.f_back, outer)

@@ -13,7 +13,8 @@ from softs_lightning.tracing.capture import FunctionBody
 from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.invoke import Outcome
 from softs_lightning.tracing.reads import Where
-from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
+from softs_lightning.tracing.scan import ScanningTracer
+from softs_lightning.tracing.tracer import InterleavingTracer
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
 __all__ = ["Envoy"]

@@ -1,10 +1,6 @@
 """What a trace raises, and the signals it unwinds threads with."""
 
-__all__ = [
-    "OutOfOrderError",
-    "OutsideTraceError",
-    "WithBlockNotFoundError",
-]
+__all__ = ["OutOfOrderError", "OutsideTraceError", "WithBlockNotFoundError"]
 
 
 class WithBlockNotFoundError(RuntimeError):

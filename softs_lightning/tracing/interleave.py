@@ -106,8 +106,8 @@ class Run:
         if ACTIVE.run is self:
             ACTIVE.run = self.outer
         self.over = self.closed = True
-        # All of them are closed; a thread that was left behind might give this one's baton to what came after.
-        if all([worker.close() for worker in self.workers]):
+        ended = [worker.close() for worker in self.workers]
+        if all(ended):  # else a thread that was left behind might give it, to whatever came after
             self.baton.close()
         self.workers, self.observers = [], []
         self.waiting.clear()
@@ -121,16 +121,17 @@ class Run:
         number = self.begun[module]
         self.begun[module] = number + 1
         self.last = module
-        skips, tokens = None, ()
+        skips: dict[Worker, Any] = {}
+        tokens: list[Any] = []
         if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
-            event = self._serve((module, ENTRY, number), (args, kwargs))
+            event = self._pause((module, ENTRY, number), (args, kwargs))
             (args, kwargs), skips = event.value, event.skips
-            tokens = tuple([each.entered(module, event.value) for each in self.observers])
+            tokens = [each.entered(module, event.value) for each in self.observers]
             self._leave()
         value = self._skipped(skips) if skips else forward(*args, **kwargs)
         self.last = -module
         if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
-            value = self._serve((module, OUTPUT, number), value).value
+            value = self._pause((module, OUTPUT, number), value).value
             for observer, token in itertools.zip_longest(self.observers, tokens):
                 observer.left(module, value, token)
             self._leave()
@@ -142,12 +143,9 @@ class Run:
         if self.unwind is not None:
             raise self.unwind
 
-    def _serve(self, place: Place, value: Any) -> Event:
-        self._leave()
-        return self._pause(place, value)
-
     def _pause(self, place: Place, value: Any) -> Event:
         """Hold the model at ``place`` until no block has anything left to do there."""
+        self._leave()
         event = self.event = Event(place, value)
         try:
             while self.failure is None:
@@ -156,13 +154,15 @@ class Run:
                 elif waiting := self.waiting.get(place):
                     worker = waiting[0] if len(waiting) == 1 else min(waiting, key=self.workers.index)
                     self._forget(worker)
-                    event.view(worker)
+                    if worker.rows is not None:
+                        event.view(worker)
                     self._resume(worker)
                 elif event.skippers:
                     self._settle_skips(event)
                 else:
                     return event
-                event.settle()
+                if event.writes:
+                    event.settle()
         finally:
             self.event = None
         assert self.unwind is not None
@@ -184,12 +184,12 @@ class Run:
             self._resume(worker)
 
     def _skipped(self, skips: dict[Worker, Any]) -> Any:
-        parts = []
-        for worker in sorted(skips, key=self.workers.index):
+        skippers = sorted(skips, key=self.workers.index)
+        for worker in skippers:
             if worker.rows is None:
                 return skips[worker]
-            parts.append(skips[worker])
-        return worker.rows.gather(parts)
+        assert skippers[0].rows is not None
+        return skippers[0].rows.gather([skips[worker] for worker in skippers])
 
     def _resume(self, worker: Worker) -> None:
         """Let a block run until it waits for something or ends."""
@@ -307,25 +307,23 @@ class Run:
     def _missed(self, place: Place, name: str) -> OutOfOrderError:
         module, _, number = place
         visits = self.begun.get(module, 0)
-        which = f"{name} (visit {number})" if number else name
-        last = "no module was reached"
+        last, hint = "no module was reached", ""
         if self.last:
             where = self.name_of(abs(self.last), ENTRY if self.last > 0 else OUTPUT)
             last = f"the last location reached is {where}"
         if self.stopper is not None:
-            return OutOfOrderError(f"{which} was asked for after tracer.stop(): {last}")
-        if module == RESULT:
-            return OutOfOrderError(f"{which} was asked for, but the traced call has not returned: {last}")
-        if number < visits:
-            hint = "ask for locations in the order in which the model reaches them, and keep what you read"
-            more = (
-                f"; it has been visited {visits} times, `tracer.iter[n]` selects a visit"
-                if visits > 1
-                else ""
-            )
-            return OutOfOrderError(f"{which} was asked for after the run had passed it: {last}; {hint}{more}")
-        reached = f"its module was visited {visits} times" if visits else _NEVER
-        return OutOfOrderError(f"{which} was not reached: {reached}; {last}")
+            how = "asked for after tracer.stop()"
+        elif module == RESULT:
+            how = "asked for, but the traced call has not returned"
+        elif number < visits:
+            how = "asked for after the run had passed it"
+            hint = "; ask for locations in the order in which the model reaches them, and keep what you read"
+            if visits > 1:
+                hint += f"; it has been visited {visits} times, `tracer.iter[n]` selects a visit"
+        else:
+            how, hint = "not reached", f"; {last}"
+            last = f"its module was visited {visits} times" if visits else _NEVER
+        return OutOfOrderError(f"{name}{f' (visit {number})' if number else ''} was {how}: {last}{hint}")
 
 
 def _arose_from(error: BaseException, signal: BaseException) -> bool:

@@ -57,19 +57,20 @@ def leading_reads(statements: Sequence[ast.stmt]) -> tuple[tuple[Read, ...], int
 
 
 def _read(number: int, statement: ast.stmt) -> Read | None:
-    target = by = None
+    target: str | None = None
+    by: str | None = None
     match statement:
         case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "stop"), [], [])):
             return Read(number, name, (), (), STOP, None, None)
-        case ast.Assign([ast.Name(target)], value):
-            pass
+        case ast.Assign([ast.Name(variable)], value):
+            target = variable
         case ast.Expr(value):
             pass
         case _:
             return None
     match value:
-        case ast.Call(ast.Name("@save" | "save" as by), [value], []):
-            pass
+        case ast.Call(ast.Name("@save" | "save" as function), [value], []):
+            by = function
     if not isinstance(value, ast.Attribute):
         return None
     kind, node = value.attr, value.value

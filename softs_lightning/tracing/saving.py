@@ -33,7 +33,7 @@ class Saves:
         if id(value) in self._kept:
             return
         self._kept[id(value)] = value
-        elements = _elements(type(value))
+        elements = _elements(type(value))  # type: ignore[arg-type]
         for each in () if elements is None else elements(value):
             self.add(each)
 

@@ -1,6 +1,5 @@
 """The tracers: what ``trace``, ``generate``, ``scan`` and ``invoke`` hand to a with statement."""
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,9 +9,9 @@ import torch
 from torch import nn
 
 from softs_lightning.tracing import ambient
+from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, rows_of, tokenized
 from softs_lightning.tracing.baton import surely
-from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map_tensors, rows_of, tokenized
-from softs_lightning.tracing.cache import CacheView, Recorder
+from softs_lightning.tracing.cache import CacheView, Recorder, selected
 from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
 from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.interpose import Interposed
@@ -25,7 +24,7 @@ from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, curre
 if TYPE_CHECKING:
     from softs_lightning.tracing.envoy import Envoy
 
-__all__ = ["InterleavingTracer", "ScanningTracer"]
+__all__ = ["InterleavingTracer", "tree"]
 
 
 class InterleavingTracer(Capturing):
@@ -40,7 +39,9 @@ class InterleavingTracer(Capturing):
 
     _run: Run | None = None
     _standing: Interposed | None = None
-    _outer: tuple[Any, Any] | None = None  # what was active around, while the body runs that registers invokes
+    _outer: tuple[Any, Any] | None = (
+        None  # what was active around, while the body runs that registers invokes
+    )
 
     def __init__(
         self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
@@ -170,32 +171,22 @@ class InterleavingTracer(Capturing):
         >>> cache.keys(), cache["model.1"].output
         (['model.0', 'model.1', 'model'], tensor([[0., 0., 0.]]))
         """
-        worker = ACTIVE.worker
-        if worker is None and self._outer is None:
-            current_worker("tracer.cache()")
-        if worker is not None:
-            self._worker("tracer.cache()")
+        run, rows = self._run, None
+        if self._outer is None or ACTIVE.worker is not None:
+            worker = self._worker("tracer.cache()")
+            rows = worker.rows
             if worker.asked:
                 raise ValueError("a cache has to be made before the block reads or changes anything")
         assert self.envoy is not None
-        targets, paths = _selected(self.envoy, modules)
-        recorder = Recorder(
-            targets,
-            paths,
-            self.envoy.path,
-            rows=None if worker is None else worker.rows,  # type: ignore[arg-type]
-            device=device,
-            dtype=dtype,
-            detach=detach,
-            include_output=include_output,
-            include_inputs=include_inputs,
-            non_blocking=non_blocking,
-        )
-        if worker is not None:
-            worker.run.observe(recorder)
+        root, saves = self.envoy.path, current_saves()
+        paths, targets = selected(root, self.envoy.module, modules)
+        how = device, dtype, detach, include_output, include_inputs, non_blocking
+        recorder = Recorder(root, paths, targets, rows, *how)
         self._caches.append(recorder)
+        # Else the body runs that collects invokes, and the cache is of the whole batch.
+        if run is not None:
+            run.observe(recorder)
         view = recorder.view
-        saves = current_saves()
         assert saves is not None
         saves.add(view)
         return view
@@ -330,7 +321,7 @@ class InterleavingTracer(Capturing):
         call = (
             module if self.fn is None else getattr(module, self.fn) if isinstance(self.fn, str) else self.fn
         )
-        modules = _tree(module)
+        modules = tree(module)
 
         def name_of(key: int, kind: str) -> str:
             name = next(name for name, each in module.named_modules() if id(each) == key)
@@ -359,87 +350,7 @@ class InterleavingTracer(Capturing):
                 recorder.finish()
 
 
-class ScanningTracer(InterleavingTracer):
-    """An `InterleavingTracer` that runs the model under fake tensors: no compute, no weights.
-
-    Read shapes, dtypes and devices, and save those; fake tensors hold no data, in the block or after it. On a
-    model with meta weights, the input is moved to the meta device too. Attributes that the model set on its
-    modules meanwhile are set back, because they hold fake tensors.
-    """
-
-    def _interleave(self, inputs: Inputs, saves: Saves) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        assert self.envoy is not None
-        modules = _tree(self.envoy.module)
-        before = [
-            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters))
-            for each in modules.values()
-        ]
-        meta = any(each.is_meta for each in self.envoy.module.parameters())
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if meta and not tensor.is_meta:
-                moved = tensor.detach().to("meta")
-                tensor = (
-                    nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-                )
-            return mode.from_tensor(tensor, static_shapes=True)
-
-        def faked(state: dict[str, Any]) -> dict[str, Any]:
-            return {name: None if each is None else fake(each) for name, each in state.items()}
-
-        def run() -> None:
-            for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
-                module._buffers.update(faked(buffers))
-                module._parameters.update(faked(parameters))
-            with mode:
-                trace(map_tensors(fake, inputs), saves)
-
-        def restore() -> None:
-            for module, attributes, buffers, parameters in before:
-                _restore(module.__dict__, attributes)
-                _restore(module._buffers, buffers)
-                _restore(module._parameters, parameters)
-
-        trace = super()._interleave
-        surely(run, restore)
-
-
-def _selected(
-    envoy: "Envoy", modules: "Sequence[Envoy | str] | None"
-) -> tuple[dict[int, str], dict[str, str]]:
-    """Which modules are meant, by id; and the path of every module, by each of the paths that lead to it."""
-    from softs_lightning.selectors import all_names  # not for a trace without a cache: it loads much
-
-    root = envoy.path
-    first: dict[int, str] = {}
-    paths: dict[str, str] = {}
-    by_path: dict[str, nn.Module] = {}
-    for name, module in all_names(envoy.module).items():
-        path = f"{root}.{name}" if name else root
-        by_path[path] = module
-        paths[path] = first.setdefault(id(module), path)
-    if modules is None:
-        return first, paths
-    if isinstance(modules, str):
-        raise TypeError(f"cache(modules=...) takes a list, got the string {modules!r}")
-    targets: dict[int, str] = {}
-    for each in modules:
-        wanted = each if isinstance(each, str) else each.path
-        found = next((path for path in (wanted, f"{root}.{wanted}") if path in by_path), None)
-        if found is None or (not isinstance(each, str) and by_path[found] is not each.module):
-            near = difflib.get_close_matches(
-                wanted, [*by_path, *(path[len(root) + 1 :] for path in by_path)], n=3
-            )
-            raise KeyError(f"{wanted} is no module of the traced model; the nearest are {near}")
-        targets[id(by_path[found])] = paths[found]
-    return targets, paths
-
-
-def _tree(root: nn.Module) -> dict[int, nn.Module]:
+def tree(root: nn.Module) -> dict[int, nn.Module]:
     """Every module once, by its id; `nn.Module.modules` takes as long as a small forward."""
     seen = {id(root): root}
     stack = [root]
@@ -462,8 +373,3 @@ def _called(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
             "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
         ) from error
-
-
-def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
-    live.clear()
-    live.update(before)

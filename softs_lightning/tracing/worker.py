@@ -71,9 +71,8 @@ class Event:
         self.skippers: list[Worker] = []  # wait to hear whether all rows skip
 
     def view(self, worker: "Worker") -> Any:
-        """The value as a block sees it; on the model's thread, under its modes."""
-        if worker.rows is None:
-            return self.value
+        """The rows that a block sees; on the model's thread, under its modes."""
+        assert worker.rows is not None
         if worker not in self.views:
             self.views[worker] = worker.rows.narrow(self.value)
         return self.views[worker]
@@ -250,7 +249,8 @@ class Worker:
             self.waits_for = self.waits = None
             self.asked = True
             assert event is not None
-            if not take(read, event.view(self), scope, run.saves, save):
+            value = event.value if self.rows is None else event.view(self)
+            if not take(read, value, scope, run.saves, save):
                 return False
             reads.popleft()
         if self.body.rest is None:
