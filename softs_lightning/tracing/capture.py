@@ -47,9 +47,8 @@ class Scope(dict[str, Any]):
         self.around, self.local = around, local = frame.f_globals, frame.f_locals
         self.given = given = {name: local[name] for name in names if name in local}
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
-            outer = (
-                frame.f_back.f_locals
-            )  # a class body does not list what it takes from the function around it
+            # A class body does not list what it takes from the function around it.
+            outer = frame.f_back.f_locals
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 given[name] = outer[name]
             drop_locals(frame.f_back, outer)
@@ -206,31 +205,37 @@ class Capturing:
         frame = sys._getframe(1)
         if self._frame is not None:
             raise RuntimeError("this tracer is already in use; make a new one for each with statement")
-        site = site_of(frame)
-        self._frame, self._site = frame, site
-        self._previous = (sys.gettrace(), frame.f_trace)
-        if site.first_line is not None:
-            self._met = False
-            frame.f_trace = self._skip
-            # The trace function that is displaced has seen this call and will see the return from __exit__;
-            # one that counts calls and returns, as coverage's does, must not see this return as well.
-            sys._getframe().f_trace = None
-            sys.settrace(_nothing)
+        self._frame, self._site = frame, site_of(frame)
+        self._previous = sys.gettrace(), frame.f_trace
+        self._met = not self._site.lines
+        if self._site.lines:
+            try:
+                frame.f_trace = self._skip
+                # The trace function that is displaced has seen this call and will see the return from __exit__;
+                # one that counts calls and returns, as coverage's does, must not see this return as well.
+                sys._getframe().f_trace = None
+                sys.settrace(_nothing)
+            except BaseException:  # Ctrl-C: the body is not entered, so it is not left either
+                self._trace_again(frame)
+                raise
         return self
+
+    def _trace_again(self, frame: FrameType) -> None:
+        if self._site.lines:
+            frame.f_trace = self._previous[1]
+            sys.settrace(self._previous[0])
+        del self._previous
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         frame, site = self._frame, self._site
         assert frame is not None
+        self._trace_again(frame)
         del self._frame, self._site
-        if site.first_line is not None:
-            frame.f_trace = self._previous[1]
-            sys.settrace(self._previous[0])
-        del self._previous
         if error is not None and kind is not Skip:
             return False
-        if error is None and site.first_line is not None and not self._met:
+        if error is None and not self._met:
             raise RuntimeError(
                 "the body of the trace ran where it stands, because no trace function can run here "
                 "(in a debugger's prompt, or in another trace function); use the decorator form"
@@ -252,14 +257,9 @@ class Capturing:
         return True
 
     def _skip(self, frame: FrameType, event: str, argument: Any) -> Any:
-        site = self._site
-        if (
-            event == "line"
-            and site.first_line is not None
-            and site.first_line <= frame.f_lineno <= site.last_line
-        ):
+        if event == "line" and frame.f_lineno in self._site.lines:
             self._met = True
-            if frame.f_lasti in site.guarded:
+            if frame.f_lasti in self._site.guarded:
                 raise Skip
         return self._skip
 

@@ -274,21 +274,6 @@ class Run:
         inside = [each for each, begun in self.begun.items() if begun == place[2] + 1 > self.ended[each]]
         return (*inside, place[0])
 
-    def another(self, worker: Worker, modules: tuple[int, ...], step: int, name: str) -> bool:
-        """Wait for visit number ``step`` of any of ``modules``; whether there is one."""
-        if any(step < self.begun[module] for module in modules):
-            return True
-        if self.finished or self.over:
-            return False
-        worker.in_loop = True
-        try:
-            worker.park(tuple((module, ENTRY, step) for module in dict.fromkeys(modules)), name)
-        except LastStep:
-            return False
-        finally:
-            worker.in_loop = False
-        return True
-
     def observe(self, observer: "Recorder") -> None:
         """Show ``observer`` every visit from now on."""
         self.observers.append(observer)
@@ -299,10 +284,6 @@ class Run:
         self.stopper = worker
         self.over = True
         self._unwind()
-
-    def release(self, workers: list[Worker]) -> None:
-        """Let blocks that wait for no place go on, in their order, when this one waits."""
-        self.ready.extend(sorted(workers, key=self.workers.index))
 
     def _missed(self, place: Place, name: str) -> OutOfOrderError:
         module, _, number = place

@@ -4,7 +4,8 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 
-from softs_lightning.tracing.worker import Worker, current_worker
+from softs_lightning.tracing.errors import LastStep
+from softs_lightning.tracing.worker import ENTRY, Worker, current_worker
 
 __all__ = ["Barrier", "Iterations"]
 
@@ -60,21 +61,34 @@ class Iterations:
 
     def _another(self, worker: Worker, asked: tuple[int, ...] | None, step: int) -> bool:
         """Wait until the model begins the step; False if it never does."""
-        endless = isinstance(self._steps, int)
+        endless, run = isinstance(self._steps, int), worker.run
         if asked is None and not endless:
             return True
-        if worker.run.another(worker, asked or (self._root,), step, f"step {step}"):
+        modules = asked or (self._root,)
+        if any(step < run.begun[module] for module in modules):
             return True
-        said = None
+        if not run.finished and not run.over:
+            worker.in_loop = True
+            try:
+                places = tuple((module, ENTRY, step) for module in dict.fromkeys(modules))
+                worker.park(places, f"step {step}")
+                return True
+            except LastStep:
+                pass
+            finally:
+                worker.in_loop = False
         if not endless:
-            said = f"was to go on with step {step}, but the run ended before it; what it saved is kept"
-        elif asked is None:
-            said = (
-                "that has no end asked for no location, so its steps were the calls of the traced model; it "
-                f"ended before step {step}"
+            warnings.warn(
+                f"a loop over tracer.iter was to go on with step {step}, but the run ended before it; what it saved "
+                "is kept",
+                stacklevel=3,
             )
-        if said:
-            warnings.warn(f"a loop over tracer.iter {said}", stacklevel=3)
+        elif asked is None:
+            warnings.warn(
+                f"a loop over tracer.iter that has no end asked for no location, so its steps were the calls of the "
+                f"traced model; it ended before step {step}",
+                stacklevel=3,
+            )
         return False
 
 
@@ -95,7 +109,8 @@ class Barrier:
         worker = current_worker("a barrier")
         if len(self._waiting) + 1 == self._n:
             others, self._waiting = self._waiting, []
-            worker.run.release(others)
+            workers = worker.run.workers  # they go on in their order, when this one waits
+            worker.run.ready.extend(sorted(others, key=workers.index))
         else:
             self._waiting.append(worker)
             worker.park(None, self)

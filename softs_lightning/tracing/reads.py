@@ -10,9 +10,9 @@ import ast
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["SAVE", "STOP", "Locator", "Read", "Where", "leading_reads", "locate", "take"]
+__all__ = ["SAVE", "STOP", "Read", "Where", "leading_reads", "locate", "take"]
 
 # The hidden name that `value.save()` is compiled to inside a block; no identifier can collide with it.
 SAVE = "@save"
@@ -34,13 +34,6 @@ class Read:
     kind: str
     save: str | None
     target: str | None
-
-
-class Locator(Protocol):
-    """What may stand at the beginning of a read, once looked up: its class has a `_locate` of its own."""
-
-    def _locate(self, run: Any, steps: Sequence[tuple[bool, Any]], kind: str) -> Where | None:
-        """The location of ``kind``; each step is (whether it is an index, which). None for what is no plain read."""
 
 
 def leading_reads(statements: Sequence[ast.stmt]) -> tuple[tuple[Read, ...], int | None]:
@@ -94,7 +87,7 @@ def _read(number: int, statement: ast.stmt) -> Read | None:
 def locate(read: Read, scope: dict[str, Any], run: Any, save: Callable[[Any], Any]) -> Where | None:
     """What a read waits for; None if it is not what it looks like."""
     try:
-        first: Locator = scope[read.name]
+        first = scope[read.name]
         if read.save == "save" and scope["save"] is not save:
             return None
         steps: Sequence[tuple[bool, Any]] = read.steps
@@ -106,9 +99,11 @@ def locate(read: Read, scope: dict[str, Any], run: Any, save: Callable[[Any], An
                     return None
     except KeyError:
         return None
-    if "_locate" not in type(first).__dict__:
-        return None  # a subclass may mean anything by its attributes
-    return first._locate(run, steps, read.kind)
+    # `_locate` takes steps, of which each is (whether it is an index, which), and returns None for what is no plain
+    # read. It has to be of this very class: a subclass may mean anything by its attributes.
+    own = type(first).__dict__.get("_locate")
+    where: Where | None = own and own(first, run, steps, read.kind)
+    return where
 
 
 def take(read: Read, value: Any, scope: dict[str, Any], saves: Any, save: Callable[[Any], Any]) -> bool:

@@ -41,8 +41,7 @@ class Site:
     code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
     own: frozenset[str]  # the variables of the function around it
-    first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
-    last_line: int
+    lines: range  # empty: nothing but `pass`, so there is nothing to keep from running
     guarded: frozenset[int]  # the instructions from which an exception gets to the statement's exit
 
 
@@ -96,6 +95,7 @@ def _read(frame: FrameType) -> Site:
     names = _names(compiled)
     if not names - {SAVE, "save"} <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
+    end = (statement.end_lineno or statement.lineno) + 1
     lines = [node.lineno for each in body[:1] for node in (each, *getattr(each, "decorator_list", ()))]
     return Site(
         code=compiled,
@@ -104,8 +104,7 @@ def _read(frame: FrameType) -> Site:
         code_from=code_from,
         names=frozenset(names),
         own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
-        first_line=min(lines, default=None),
-        last_line=statement.end_lineno or statement.lineno,
+        lines=range(min(lines, default=end), end),
         guarded=_guarded(frame),
     )
 
