@@ -257,13 +257,14 @@ class Envoy:
             return envoy
         if not isinstance(self._module, _INDEXED):
             raise TypeError(f"{self._path} is a {type(self._module).__name__}; its children go by name")
-        children = list(self._module._modules.items())
+        children = self._module._modules
         if isinstance(key, slice):
-            return [self._child(name, module) for name, module in children[key] if module is not None]
+            return [self._child(name, each) for name, each in list(children.items())[key] if each is not None]
         try:
-            return self._child(*children[key])
+            name = list(children)[key]
         except IndexError:
-            raise IndexError(f"{self._path} has {len(self._module)} modules, there is no [{key}]") from None
+            raise IndexError(f"{self._path} has {len(children)} modules, there is no [{key}]") from None
+        return self._child(name, children[name])
 
     def __iter__(self) -> Iterator[Any]:
         """The envoys of the children; of an ``nn.ModuleDict`` its keys, as for a mapping."""

@@ -201,7 +201,9 @@ class Run:
                 worker.start()
                 self.baton.take()
         except BaseException as interruption:  # Ctrl-C, perhaps while the block had the baton
-            worker.end(type(interruption))
+            if worker.end(type(interruption)) and worker.thread is not None:
+                self.baton.close()
+                self.baton.open()  # without what the block gave when it ended: the model may go on
             raise
         if worker.error is not None:
             failure, worker.error = worker.error, None

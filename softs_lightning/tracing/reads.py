@@ -10,6 +10,7 @@ import ast
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 __all__ = ["SAVE", "STOP", "Read", "Where", "leading_reads", "locate", "take"]
@@ -114,11 +115,15 @@ def take(read: Read, value: Any, scope: dict[str, Any], saves: Any, save: Callab
             return False
         value = args[0] if args else next(iter(kwargs.values()))
     if read.save is not None:
-        own = getattr(type(value), "save", None)
-        plain = own is save or (own is None and type(value).__module__ in _PLAIN)
-        if read.save == SAVE and not plain:
+        if read.save == SAVE and not _is_plain(type(value), save):  # type: ignore[arg-type]
             return False  # it may have a method of that name, which is called then
         saves.add(value)
     if read.target is not None:
         scope[read.target] = value
     return True
+
+
+@lru_cache(256)  # to look for what a class does not have takes long
+def _is_plain(kind: type, save: Callable[[Any], Any]) -> bool:
+    own = getattr(kind, "save", None)
+    return own is save or (own is None and kind.__module__ in _PLAIN)
