@@ -5,7 +5,6 @@ as the batch; every other tensor is shared and seen whole. So is a tensor that a
 such as (sequence, batch, width), or with more rows than the batch has (beams).
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -175,8 +174,9 @@ def join(inputs: Sequence[Inputs], padding: int | None, side: str) -> Inputs:
                 )
             return torch.cat(each)
         for value in each[1:]:
-            equal = torch.equal if isinstance(value, torch.Tensor) else operator.eq
-            if type(value) is not type(each[0]) or not equal(value, each[0]):
+            both = isinstance(value, torch.Tensor) and isinstance(each[0], torch.Tensor)
+            same = torch.equal(value, each[0]) if both else type(value) is type(each[0]) and value == each[0]
+            if not same:
                 raise ValueError(
                     f"{where} is {each[0]!r} in one invoke and {value!r} in another; it has to be one"
                 )
