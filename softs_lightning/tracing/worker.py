@@ -277,9 +277,10 @@ class Worker:
         self.ended = True
         if self.thread is None:
             return True
-        until = time.monotonic() + 1
+        until = time.monotonic() + 0.5
         while not self.entered:  # Ctrl-C came while the thread was being started, or before
             if time.monotonic() > until:
+                self.thread = None  # it never was; if it was, it finds that it is to end
                 return True
             time.sleep(0.001)
         if self.alive and self.waits is None and interruption is not None:
