@@ -4,7 +4,7 @@
 reads           what a block begins with, if it only reads and saves: carried out without a thread
 source          from a running frame to the compiled body of its with statement
 capture         a with block that runs later, and whose names come back
-baton           what one thread hands to another so that only one of them runs
+baton           what one thread hands to another so that only one of them runs; clean-up despite Ctrl-C
 worker          a block, on a thread of its own from the first statement on that is more than a read
 interleave      a run: the model on this thread, served to the blocks that wait for it
 saving          which values outlive a trace

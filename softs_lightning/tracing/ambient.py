@@ -16,7 +16,8 @@ from torch.utils import _python_dispatch
 
 __all__ = ["snapshot"]
 
-
+# Torch 2.6 has no way to look at the hooks for saved tensors, so there they do not reach a block.
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _USUAL = {("cpu", False, torch.bfloat16), ("cuda", False, torch.float16)}  # autocast of a new thread
 
 
@@ -41,7 +42,7 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
         functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if torch._C._len_torch_dispatch_stack():
         dispatches = _python_dispatch._get_current_dispatch_mode_stack()
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: tuple[Any, Any] | None = None if _TOP_HOOKS is None else _TOP_HOOKS(False)
     # A default device is a mode, too.
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) if functions else None
     cuda: tuple[int, torch.cuda.Stream] | None = None
@@ -85,5 +86,5 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
 
 @functools.cache
 def _kinds() -> set[str]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
