@@ -6,7 +6,7 @@ block has something to do at that location.
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +121,15 @@ class Run:
         number = self.begun[module]
         self.begun[module] = number + 1
         self.last = module
-        skips: dict[Worker, Any] = {}
-        tokens: list[Any] = []
+        event: Event | None = None
+        tokens: Sequence[Any] = ()
         if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
             event = self._pause((module, ENTRY, number), (args, kwargs))
-            (args, kwargs), skips = event.value, event.skips
+            args, kwargs = event.value
             tokens = [each.entered(module, event.value) for each in self.observers]
             self._leave()
-        value = self._skipped(skips) if skips else forward(*args, **kwargs)
+        skipped = event is not None and event.skips
+        value = self._skipped(skipped) if skipped else forward(*args, **kwargs)
         self.last = -module
         if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
             value = self._pause((module, OUTPUT, number), value).value

@@ -98,8 +98,9 @@ class Interposed:
             forward = slots.get("forward")
             if type(forward) is not _Forward:  # the model replaced it during the run: that is its to keep
                 continue
-            if forward.users != [self]:
-                forward.users[:] = [each for each in forward.users if each is not self]
+            users = forward.users
+            if len(users) > 1 or users[0] is not self:
+                users[:] = [each for each in users if each is not self]
             elif forward.own:
                 slots["forward"] = forward.__wrapped__
             else:
