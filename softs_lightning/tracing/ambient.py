@@ -16,7 +16,8 @@ from torch.utils import _python_dispatch
 
 __all__ = ["snapshot"]
 
-
+# Torch 2.6 has no way to look at the hooks for saved tensors, so there they do not reach a block.
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _USUAL = {("cpu", False, torch.bfloat16), ("cuda", False, torch.float16)}  # autocast of a new thread
 
 
@@ -32,16 +33,16 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
             "block does on its own thread would not be transformed; transform inside of the block instead"
         )
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()
-    ]
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()]
     cache = torch.is_autocast_cache_enabled()
     # There is no public way to look at the two stacks of modes, nor at the hooks for saved tensors.
     functions: list[Any] = []
+    dispatches: list[Any] = []
     if torch._C._len_torch_function_stack():
         functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    dispatches: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if torch._C._len_torch_dispatch_stack():
+        dispatches = _python_dispatch._get_current_dispatch_mode_stack()
+    hooks: tuple[Any, Any] | None = None if _TOP_HOOKS is None else _TOP_HOOKS(False)
     # A default device is a mode, too.
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) if functions else None
     cuda: tuple[int, torch.cuda.Stream] | None = None
@@ -84,9 +85,6 @@ def snapshot() -> Callable[[], AbstractContextManager[None]]:
 
 
 @functools.cache
-def _device_types() -> set[str]:
-    kinds = {"cpu"}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        kinds.add(accelerator.type)
-    return kinds
+def _kinds() -> set[str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}

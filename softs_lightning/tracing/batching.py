@@ -10,6 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 __all__ = ["Inputs", "RowRange", "join", "leaves", "map_tensors", "rows_of", "tokenized"]
@@ -20,20 +21,20 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": -100}
 
 
-def _rebuild(like: Any, children: Sequence[Any]) -> Any:
+def _children(value: Any) -> dict[Any, Any] | None:
+    """What is in a container, by key or index."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return dict(enumerate(value))
+    return None
+
+
+def _rebuild(like: Any, children: dict[Any, Any]) -> Any:
     """A container of the kind of ``like``, with other elements in it."""
     if isinstance(like, Mapping):
-        items = dict(zip(like, children, strict=True))
-        return replace(like, **items) if is_dataclass(like) else type(like)(items)  # type: ignore[call-arg]
-    return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
-
-
-def _children(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return list(value)
-    return None
+        return replace(like, **children) if is_dataclass(like) else type(like)(children)  # type: ignore[call-arg]
+    return type(like)(*children.values()) if hasattr(like, "_fields") else type(like)(children.values())
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -42,33 +43,24 @@ def leaves(value: Any) -> Iterator[Any]:
     if children is None:
         yield value
         return
-    for child in children:
+    for child in children.values():
         yield from leaves(child)
 
 
 def _map(function: Callable[..., Any], where: str, *values: Any) -> Any:
     """Apply ``function(where, *leaves)`` over values of the same structure."""
-    first, *rest = (_children(value) for value in values)
-    for value, children in zip(values[1:], rest, strict=True):
-        same = isinstance(values[0], Mapping) == isinstance(value, Mapping)
-        if first is None and children is None:
-            continue
-        if first is None or children is None or len(children) != len(first) or not same:
+    children = [_children(value) for value in values]
+    first = children[0]
+    for value, each in zip(values, children, strict=True):
+        if (each is None) != (first is None) or list(each or ()) != list(first or ()):
             raise ValueError(f"{where} is {_said(values[0])} in one place and {_said(value)} in another")
-        if isinstance(value, Mapping) and list(value) != list(values[0]):
-            raise ValueError(
-                f"{where} has the keys {list(values[0])} in one place and {list(value)} in another"
-            )
     if first is None:
         return function(where, *values)
-    names = list(values[0]) if isinstance(values[0], Mapping) else range(len(first))
-    mapped = [
-        _map(function, f"{where}[{name!r}]", *children)
-        for name, *children in zip(names, first, *(children or [] for children in rest), strict=True)
-    ]
-    if all(new is old for new, old in zip(mapped, first, strict=True)):
-        return values[0]
-    return _rebuild(values[0], mapped)
+    mapped = {
+        key: _map(function, f"{where}[{key!r}]", *(each[key] for each in children if each is not None))
+        for key in first
+    }
+    return values[0] if all(mapped[key] is first[key] for key in first) else _rebuild(values[0], mapped)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -81,8 +73,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def _said(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    children = _children(value)
-    return f"a {type(value).__name__}" + ("" if children is None else f" of {len(children)}")
+    of = f" with the keys {list(value)}" if isinstance(value, Mapping) else ""
+    of = f" of {len(value)}" if isinstance(value, tuple | list) else of
+    return f"a {type(value).__name__}{of}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +92,10 @@ class RowRange:
     def narrow(self, value: Any) -> Any:
         """These rows of every tensor that holds the batch, as views."""
 
-        def take(_: str, each: Any) -> Any:
-            return each.narrow(0, self.start, self.size) if self._holds(each, self.total) else each
-
-        return _map(take, "the value", value)
+        return map_tensors(
+            lambda each: each.narrow(0, self.start, self.size) if self._holds(each, self.total) else each,
+            value,
+        )
 
     def check(self, value: Any, whole: Any) -> None:
         """Raise ValueError unless ``value`` fits these rows of ``whole``."""
@@ -174,18 +167,16 @@ def join(inputs: Sequence[Inputs], padding: int | None, side: str) -> Inputs:
 
     def merge(where: str, *each: Any) -> Any:
         if all(isinstance(value, torch.Tensor) and value.dim() for value in each):
-            if len({value.shape[1:] for value in each}) > 1 or len({value.dtype for value in each}) > 1:
+            if len({(value.shape[1:], value.dtype) for value in each}) > 1:
                 raise ValueError(
                     f"{where} differs between invokes: {', '.join(_said(value) for value in each)}; a batch needs "
                     "the same shape beyond dimension 0 (tokens are padded where there is an attention mask)"
                 )
             return torch.cat(each)
         for value in each[1:]:
-            tensor = isinstance(value, torch.Tensor) or isinstance(each[0], torch.Tensor)
-            equal = (
-                torch.equal(value, each[0]) if tensor else type(value) is type(each[0]) and value == each[0]
-            )
-            if not equal:
+            both = isinstance(value, torch.Tensor) and isinstance(each[0], torch.Tensor)
+            same = torch.equal(value, each[0]) if both else type(value) is type(each[0]) and value == each[0]
+            if not same:
                 raise ValueError(
                     f"{where} is {each[0]!r} in one invoke and {value!r} in another; it has to be one"
                 )
@@ -226,9 +217,7 @@ def _padded(inputs: Sequence[Inputs], padding: int | None, side: str) -> Sequenc
     return padded
 
 
-def tokenized(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any, model: torch.nn.Module
-) -> Inputs:
+def tokenized(args: tuple[Any, ...], kwargs: dict[str, Any], tokenizer: Any, model: nn.Module) -> Inputs:
     """The input as tensors: text through the tokenizer, a tokenizer's output as keyword arguments.
 
     Without a tokenizer, text is left to the model.
@@ -236,7 +225,7 @@ def tokenized(
     Raises:
         ValueError: there are several texts, and the tokenizer has no padding token.
     """
-    if len(args) != 1:
+    if len(args) != 1 or isinstance(args[0], torch.Tensor):
         return args, kwargs
     (first,) = args
     texts = [first] if isinstance(first, str) else first
@@ -249,7 +238,4 @@ def tokenized(
     elif isinstance(first, dict) or not isinstance(first, Mapping) or "input_ids" not in first:
         return args, kwargs
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    encoded = {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in first.items()
-    }
-    return (), {**encoded, **kwargs}
+    return (), {**map_tensors(lambda each: each.to(device), dict(first)), **kwargs}

@@ -1,15 +1,17 @@
 """Activations of many modules at once, recorded as a run passes them."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from softs_lightning.names import nearest, quoted
 from softs_lightning.tracing.batching import RowRange, map_tensors
 
-__all__ = ["CacheEntry", "CacheView", "Recorder"]
+__all__ = ["CacheEntry", "CacheView", "Recorder", "selected"]
 
 
 @dataclass(slots=True)
@@ -120,44 +122,31 @@ class CacheView:
         return f"CacheView({self._path or self._store.root}: {self.keys()})"
 
 
+@dataclass(eq=False)
 class Recorder:
     """Fills a cache during a run.
 
     Args:
-        targets: id of the module to its path, for what is recorded.
-        paths: every path that leads to a module, to the one it is recorded under.
         root: the name of the model.
+        paths: every path that leads to a module, to the one it is recorded under.
+        targets: id of the module to its path, for what is recorded.
         rows: the part of the batch to record; None for all of it.
-        device: where tensors are moved to; None leaves them.
-        dtype: what floating-point tensors are cast to; None leaves them.
-        detach: whether they leave the autograd graph.
-        include_output: whether to record what modules return.
-        include_inputs: whether to record what they are called with.
-        non_blocking: whether the move to ``device`` may go on in the background.
+        device, dtype, detach, include_output, include_inputs, non_blocking: as of `InterleavingTracer.cache`.
     """
 
-    def __init__(
-        self,
-        targets: dict[int, str],
-        paths: dict[str, str],
-        root: str,
-        *,
-        rows: RowRange | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        detach: bool,
-        include_output: bool,
-        include_inputs: bool,
-        non_blocking: bool,
-    ) -> None:
-        self._targets = targets
-        self._store = _Store(root, paths)
-        self._rows = rows
-        self._device = device
-        self._dtype = dtype
-        self._detach = detach
-        self._include = include_output, include_inputs
-        self._non_blocking = non_blocking
+    root: str
+    paths: dict[str, str]
+    targets: dict[int, str]
+    rows: RowRange | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    detach: bool
+    include_output: bool
+    include_inputs: bool
+    non_blocking: bool
+
+    def __post_init__(self) -> None:
+        self._store = _Store(self.root, self.paths)
         self._versions: list[tuple[torch.Tensor, int, str]] = []
 
     @property
@@ -165,47 +154,76 @@ class Recorder:
         return CacheView(self._store)
 
     def entered(self, module: int, value: Any) -> CacheEntry | None:
-        path = self._targets.get(module)
-        if path is None or not self._include[1]:
+        """At the beginning of a visit; `left` is given what this returns."""
+        path = self.targets.get(module)
+        if path is None or not self.include_inputs:
             return None
-        entry = CacheEntry(inputs=self._taken(value, f"{path}.inputs"))
+        return self._entry(path, CacheEntry(inputs=self._taken(value, f"{path}.inputs")))
+
+    def left(self, module: int, value: Any, entry: CacheEntry | None) -> None:
+        path = self.targets.get(module)
+        if path is not None and self.include_output:
+            taken = self._taken(value, f"{path}.output")
+            (entry or self._entry(path, CacheEntry())).output = taken
+
+    def _entry(self, path: str, entry: CacheEntry) -> CacheEntry:
         self._store.entries.setdefault(path, []).append(entry)
         return entry
 
-    def left(self, module: int, value: Any, token: CacheEntry | None) -> None:
-        path = self._targets.get(module)
-        if path is None or not self._include[0]:
-            return
-        entry = token
-        if entry is None:
-            entry = CacheEntry()
-            self._store.entries.setdefault(path, []).append(entry)
-        entry.output = self._taken(value, f"{path}.output")
-
     def _taken(self, value: Any, name: str) -> Any:
         def take(tensor: torch.Tensor) -> torch.Tensor:
-            taken = tensor.detach() if self._detach else tensor
-            dtype = self._dtype if tensor.is_floating_point() or tensor.is_complex() else None
-            taken = taken.to(device=self._device, dtype=dtype, non_blocking=self._non_blocking)
-            if self._rows is not None and taken.untyped_storage().nbytes() != taken.nbytes:
+            taken = tensor.detach() if self.detach else tensor
+            dtype = self.dtype if tensor.is_floating_point() or tensor.is_complex() else None
+            taken = taken.to(device=self.device, dtype=dtype, non_blocking=self.non_blocking)
+            if self.rows is not None and taken.untyped_storage().nbytes() != taken.nbytes:
                 taken = taken.clone()  # or a few rows would keep the whole batch
             if not taken.is_inference():
                 self._versions.append((taken, taken._version, name))
             return taken
 
-        whole = value if self._rows is None else self._rows.narrow(value)
-        return map_tensors(take, whole)
+        return map_tensors(take, value if self.rows is None else self.rows.narrow(value))
 
     def finish(self) -> None:
         """Say so if the model later wrote into something that was recorded."""
-        changed = dict.fromkeys(
-            name for tensor, version, name in self._versions if tensor._version != version
-        )
+        changed = {name: None for tensor, version, name in self._versions if tensor._version != version}
         self._versions.clear()
-        self._targets = {}
+        self.targets = {}
         if changed:
             warnings.warn(
                 f"{', '.join(changed)} changed in place after it was recorded (by an in-place activation, for "
                 "example), so the cache holds the changed values",
                 stacklevel=2,
             )
+
+
+def selected(
+    root: str, model: nn.Module, modules: Sequence[Any] | None
+) -> tuple[dict[str, str], dict[int, str]]:
+    """The path of every module, by each of the paths that lead to it; and which modules are meant, by id.
+
+    Args:
+        root: what the paths start with.
+        model: the traced model.
+        modules: envoys or paths; None for every module.
+
+    Raises:
+        KeyError: one of them is no module of the model.
+    """
+    from softs_lightning.selectors import all_names  # not for a trace without a cache: it loads much
+
+    by_path = {f"{root}.{name}" if name else root: module for name, module in all_names(model).items()}
+    first: dict[int, str] = {}
+    paths = {path: first.setdefault(id(module), path) for path, module in by_path.items()}
+    if modules is None:
+        return paths, first
+    if isinstance(modules, str):
+        raise TypeError(f"cache(modules=...) takes a list, got the string {modules!r}")
+    targets: dict[int, str] = {}
+    for each in modules:
+        wanted = each if isinstance(each, str) else each.path
+        found = next((path for path in (wanted, f"{root}.{wanted}") if path in by_path), None)
+        if found is None or (not isinstance(each, str) and by_path[found] is not each.module):
+            near = quoted(nearest(wanted, [path.removeprefix(f"{root}.") for path in by_path], 3))
+            raise KeyError(f"{wanted} is no module of the traced model; the nearest are {near}")
+        targets[id(by_path[found])] = paths[found]
+    return paths, targets

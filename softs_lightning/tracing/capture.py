@@ -7,7 +7,7 @@ No torch here. `Capturing` is the context manager; a `Body` is what there is to 
 import ctypes
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Self
@@ -19,11 +19,10 @@ from softs_lightning.tracing.source import Site, site_of
 __all__ = ["Body", "Capturing", "FunctionBody", "Scope", "WithBody", "own_frames_removed", "without_context"]
 
 _HERE = str(Path(__file__).parent)
-if sys.version_info < (3, 13):  # afterwards f_locals is no copy
+if sys.version_info < (3, 13):
     _locals_to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
     _locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
     _locals_to_fast.restype = None
-_OPTIMIZED = inspect.CO_OPTIMIZED
 _COPIED = ("__name__", "__package__", "__spec__", "__file__")  # read by import and warnings past __missing__
 
 
@@ -33,6 +32,7 @@ def _alone() -> int:
 
 
 _ALONE = _alone()  # the count of an object that one local variable refers to
+_UNSET = object()
 
 
 class Scope(dict[str, Any]):
@@ -43,25 +43,22 @@ class Scope(dict[str, Any]):
     frame are siblings: what one assigns, the others see, unless they assigned that name themselves.
     """
 
-    def __init__(self, frame: FrameType, names: frozenset[str]) -> None:
-        around, local = frame.f_globals, frame.f_locals
-        super().__init__({name: local[name] for name in names if name in local})
-        if not frame.f_code.co_flags & _OPTIMIZED and frame.f_back is not None:
-            outer = (
-                frame.f_back.f_locals
-            )  # a class body does not list what it takes from the function around it
+    def __init__(self, frame: FrameType, names: frozenset[str], save: Callable[[Any], Any]) -> None:
+        self.around, self.local = around, local = frame.f_globals, frame.f_locals
+        self.given = given = {name: local[name] for name in names if name in local}
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
+            # A class body does not list what it takes from the function around it.
+            outer = frame.f_back.f_locals
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
-                super().__setitem__(name, outer[name])
-            del outer
-            drop_locals(frame.f_back)
+                given[name] = outer[name]
+            drop_locals(frame.f_back, outer)
         for name in _COPIED:
             if name in around:
-                super().__setitem__(name, around[name])
-        super().__setitem__("__builtins__", frame.f_builtins)
-        self.around = around
-        self.local = local
-        self.given = dict(self)
-        self.assigned: dict[str, None] = {}
+                given[name] = around[name]
+        given["__builtins__"] = frame.f_builtins
+        given[SAVE] = save
+        super().__init__(given)
+        self.assigned: set[str] = set()
         self.siblings: list[Scope] = []
 
     def __missing__(self, name: str) -> Any:
@@ -71,20 +68,16 @@ class Scope(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        self.assigned[name] = None
+        self.assigned.add(name)
         for sibling in self.siblings:
             if name not in sibling.assigned:
                 dict.__setitem__(sibling, name, value)
                 sibling.given[name] = value
 
-    def new(self) -> dict[str, Any]:
+    def new(self) -> Iterator[tuple[str, Any]]:
         """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
-        unset = object()
-        return {
-            name: value
-            for name, value in self.items()
-            if name in self.assigned or self.given.get(name, unset) is not value
-        }
+        given = self.given
+        return ((name, value) for name, value in self.items() if given.get(name, _UNSET) is not value)
 
     def functions(self) -> int:
         """How many functions of the block are referred to by its own names and by nothing else."""
@@ -130,18 +123,16 @@ class WithBody(Body):
         self.code: CodeType = site.code
         self.code_from = site.code_from
         self.reads, self.rest, self.own = site.reads, site.rest, site.own
-        self.scope: Scope = Scope(frame, site.names)
-        dict.__setitem__(self.scope, SAVE, save)
+        self.scope: Scope = Scope(frame, site.names, save)
 
     def run(self, start: int = 0) -> None:
         exec(self.code_from(start) if start else self.code, self.scope)
 
     def push(self, keep: Callable[[Any], bool]) -> None:
-        frame, scope = self.frame, self.scope
-        assert frame is not None
-        values = {name: value for name, value in scope.new().items() if name != SAVE and keep(value)}
+        values = {name: value for name, value in self.scope.new() if keep(value)}
         if values:
-            write_names(frame, values, self.own)
+            assert self.frame is not None
+            write_names(self.frame, values, self.own)
 
     def join(self, others: list[Body]) -> None:
         for other in others:
@@ -152,9 +143,9 @@ class WithBody(Body):
         frame, scope = self.frame, self.scope
         self.frame = None
         del self.scope
-        scope.siblings, scope.local, scope.given = [], {}, {}
+        local, scope.local, scope.siblings, scope.given = scope.local, {}, [], {}
         if frame is not None:
-            drop_locals(frame)
+            drop_locals(frame, local)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
         # elsewhere, as a gradient hook is, goes on needing its names.
         inside = scope.functions()
@@ -214,31 +205,37 @@ class Capturing:
         frame = sys._getframe(1)
         if self._frame is not None:
             raise RuntimeError("this tracer is already in use; make a new one for each with statement")
-        site = site_of(frame)
-        self._frame, self._site = frame, site
-        self._previous = (sys.gettrace(), frame.f_trace)
-        if site.first_line is not None:
-            self._met = False
-            frame.f_trace = self._skip
-            # The trace function that is displaced has seen this call and will see the return from __exit__;
-            # one that counts calls and returns, as coverage's does, must not see this return as well.
-            sys._getframe().f_trace = None
-            sys.settrace(_nothing)
+        self._frame, self._site = frame, site_of(frame)
+        self._previous = sys.gettrace(), frame.f_trace
+        self._met = not self._site.lines
+        if self._site.lines:
+            try:
+                frame.f_trace = self._skip
+                # The trace function that is displaced has seen this call and will see the return from __exit__;
+                # one that counts calls and returns, as coverage's does, must not see this return as well.
+                sys._getframe().f_trace = None
+                sys.settrace(_nothing)
+            except BaseException:  # Ctrl-C: the body is not entered, so it is not left either
+                self._trace_again(frame)
+                raise
         return self
+
+    def _trace_again(self, frame: FrameType) -> None:
+        if self._site.lines:
+            frame.f_trace = self._previous[1]
+            sys.settrace(self._previous[0])
+        del self._previous
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         frame, site = self._frame, self._site
         assert frame is not None
+        self._trace_again(frame)
         del self._frame, self._site
-        if site.first_line is not None:
-            frame.f_trace = self._previous[1]
-            sys.settrace(self._previous[0])
-        del self._previous
         if error is not None and kind is not Skip:
             return False
-        if error is None and site.first_line is not None and not self._met:
+        if error is None and not self._met:
             raise RuntimeError(
                 "the body of the trace ran where it stands, because no trace function can run here "
                 "(in a debugger's prompt, or in another trace function); use the decorator form"
@@ -260,14 +257,9 @@ class Capturing:
         return True
 
     def _skip(self, frame: FrameType, event: str, argument: Any) -> Any:
-        site = self._site
-        if (
-            event == "line"
-            and site.first_line is not None
-            and site.first_line <= frame.f_lineno <= site.last_line
-        ):
+        if event == "line" and frame.f_lineno in self._site.lines:
             self._met = True
-            if any(start <= frame.f_lasti < end for start, end in site.guarded):
+            if frame.f_lasti in self._site.guarded:
                 raise Skip
         return self._skip
 
@@ -286,23 +278,19 @@ def _nothing(frame: FrameType, event: str, argument: Any) -> None:
 
 def write_names(frame: FrameType, values: dict[str, Any], own: frozenset[str]) -> None:
     """Assign ``values`` in ``frame``, which has the variables ``own``, the way its code would."""
-    if not frame.f_code.co_flags & _OPTIMIZED:
-        local = frame.f_locals
-        for name, value in values.items():
-            local[name] = value
-        return
     local = frame.f_locals
     for name, value in values.items():
-        (local if name in own else frame.f_globals)[name] = value
-    if sys.version_info < (3, 13):
+        everywhere = name in own or not frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        (local if everywhere else frame.f_globals)[name] = value
+    if sys.version_info < (3, 13):  # afterwards f_locals is no copy
         _locals_to_fast(frame, 0)
 
 
-def drop_locals(frame: FrameType) -> None:
+def drop_locals(frame: FrameType, local: dict[str, Any]) -> None:
     """Empty the copy that looking at ``f_locals`` leaves on a frame, which would keep what the frame deletes."""
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
-        local = frame.f_locals
-        if sys.getrefcount(local) == _ALONE + 1:  # else somebody called locals(), which is the same object
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # Else somebody called locals(), which is the same object; the argument is one more on the caller's side.
+        if sys.getrefcount(local) == _ALONE + 2:
             local.clear()
 
 

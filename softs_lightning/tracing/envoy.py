@@ -1,19 +1,20 @@
 """A model seen from a block: its tree of modules, with what goes in and comes out of each."""
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from softs_lightning.names import nearest, quoted
 from softs_lightning.tracing.capture import FunctionBody
 from softs_lightning.tracing.interleave import Run
 from softs_lightning.tracing.invoke import Outcome
 from softs_lightning.tracing.reads import Where
-from softs_lightning.tracing.tracer import InterleavingTracer, ScanningTracer
+from softs_lightning.tracing.scan import ScanningTracer
+from softs_lightning.tracing.tracer import InterleavingTracer
 from softs_lightning.tracing.worker import ACTIVE, ENTRY, OUTPUT, Worker, current_worker
 
 __all__ = ["Envoy"]
@@ -78,11 +79,9 @@ class Envoy:
         self._worker("output").write(id(self._module), OUTPUT, f"{self._path}.output", value)
 
     @property
-    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self) -> Any:
         """What the module is called with, as (args, kwargs); can be assigned."""
-        inputs: tuple[tuple[Any, ...], dict[str, Any]]
-        inputs = self._worker("inputs").read(id(self._module), ENTRY, f"{self._path}.input")
-        return inputs
+        return self._worker("inputs").read(id(self._module), ENTRY, f"{self._path}.input")
 
     @inputs.setter
     def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -96,20 +95,19 @@ class Envoy:
     @property
     def input(self) -> Any:
         """The first argument of the module: the first positional, else the first keyword; can be assigned."""
-        args, kwargs = self.inputs
-        if not args and not kwargs:
-            raise ValueError(f"{self._path} is called without arguments, so it has no input")
+        args, kwargs = self._given()
         return args[0] if args else next(iter(kwargs.values()))
 
     @input.setter
     def input(self, value: Any) -> None:
+        args, kwargs = self._given()
+        self.inputs = ((value, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): value})
+
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = self.inputs
-        if args:
-            self.inputs = (value, *args[1:]), kwargs
-        elif kwargs:
-            self.inputs = (), {**kwargs, next(iter(kwargs)): value}
-        else:
-            raise ValueError(f"{self._path} is called without arguments, so it has no input to replace")
+        if not args and not kwargs:
+            raise ValueError(f"{self._path} is called without arguments, so it has no input")
+        return args, kwargs
 
     def skip(self, value: Any) -> None:
         """Keep the module from running, with ``value`` in place of what it would return.
@@ -122,24 +120,22 @@ class Envoy:
         """Apply the module to anything, in a block or not. It is not a visit: nobody sees its input or output."""
         return self._module(*args, **kwargs)
 
-    def _locate(self, run: Run, steps: list[tuple[bool, Any]], kind: str) -> Where | None:
+    def _locate(self, run: Run, steps: Sequence[tuple[bool, Any]], kind: str) -> Where | None:
         envoy = self
         for index, key in steps:
-            if index:
-                try:
+            module = envoy._module
+            try:
+                if index:
                     envoy = envoy[key]
-                except (LookupError, TypeError):
+                elif key in _NAMES or hasattr(type(module), key):
                     return None
-            else:
-                module = envoy._module
-                child = module._modules.get(key)
-                if child is None or key in _NAMES or hasattr(type(module), key):
-                    return None
-                envoy = envoy._child(key, child)
-        location = _KINDS.get(kind)
-        if location is None:
+                else:
+                    envoy = envoy._child(key, module._modules[key])
+            except (LookupError, TypeError):
+                return None
+        if kind not in _KINDS:
             return None
-        return id(envoy._module), location, f"{envoy._path}.{location}"
+        return id(envoy._module), _KINDS[kind], f"{envoy._path}.{_KINDS[kind]}"
 
     def _worker(self, what: str) -> Worker:
         return current_worker(f"{self._path}.{what}")
@@ -230,8 +226,8 @@ class Envoy:
         try:
             value = getattr(module, name)
         except AttributeError:
-            near = difflib.get_close_matches(name, [*module._modules, *dir(type(self))], n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            near = ", ".join(nearest(name, [*module._modules, *dir(type(self))], 2))
+            hint = f"; did you mean {near}?" if near else ""
             raise AttributeError(f"{self._path} ({type(module).__name__}) has no {name!r}{hint}") from None
         if isinstance(value, nn.Module):
             return self._child(name, value)
@@ -239,7 +235,9 @@ class Envoy:
             return functools.partial(InterleavingTracer, self, name)
         return value
 
-    def _child(self, name: str, module: nn.Module) -> "Envoy":
+    def _child(self, name: str, module: nn.Module | None) -> "Envoy":
+        if module is None:
+            raise KeyError(f"{self._path}.{name} is None")
         child = self._children.get(name)
         if child is None or child._module is not module:  # the model may have replaced it
             child = Envoy(module, tokenizer=self._tokenizer, name=f"{self._path}.{name}")
@@ -252,35 +250,30 @@ class Envoy:
         if isinstance(key, str):
             envoy = self
             for part in key.split("."):
-                module = envoy._module._modules.get(part)
-                if module is None:
-                    near = difflib.get_close_matches(
-                        key, [name for name, _ in self._module.named_modules()], n=3
-                    )
+                if envoy._module._modules.get(part) is None:
+                    near = quoted(nearest(key, [name for name, _ in self._module.named_modules()], 3))
                     raise KeyError(f"{self._path} has no module {key!r}; the nearest are {near}")
-                envoy = envoy._child(part, module)
+                envoy = envoy._child(part, envoy._module._modules[part])
             return envoy
         if not isinstance(self._module, _INDEXED):
             raise TypeError(f"{self._path} is a {type(self._module).__name__}; its children go by name")
-        children = list(self._module._modules.items())
+        children = self._module._modules
         if isinstance(key, slice):
-            return [self._child(name, module) for name, module in children[key] if module is not None]
+            return [self._child(name, each) for name, each in list(children.items())[key] if each is not None]
         try:
-            return self._child(*children[key])
+            name = list(children)[key]
         except IndexError:
-            raise IndexError(f"{self._path} has {len(self._module)} modules, there is no [{key}]") from None
+            raise IndexError(f"{self._path} has {len(children)} modules, there is no [{key}]") from None
+        return self._child(name, children[name])
 
     def __iter__(self) -> Iterator[Any]:
         """The envoys of the children; of an ``nn.ModuleDict`` its keys, as for a mapping."""
-        if isinstance(self._module, nn.ModuleDict):
-            return iter(list(self._module._modules))
-        return iter([self[name] for name, module in self._module._modules.items() if module is not None])
+        mapping = isinstance(self._module, nn.ModuleDict)
+        return iter(list(self._module._modules) if mapping else [child for _, child in self.items()])
 
     def items(self) -> ItemsView[str, "Envoy"]:
         """The children by name."""
-        return {
-            name: self[name] for name, module in self._module._modules.items() if module is not None
-        }.items()
+        return {name: self[name] for name, each in self._module._modules.items() if each is not None}.items()
 
     def __len__(self) -> int:
         return len(self._module._modules)

@@ -1,10 +1,6 @@
 """What a trace raises, and the signals it unwinds threads with."""
 
-__all__ = [
-    "OutOfOrderError",
-    "OutsideTraceError",
-    "WithBlockNotFoundError",
-]
+__all__ = ["OutOfOrderError", "OutsideTraceError", "WithBlockNotFoundError"]
 
 
 class WithBlockNotFoundError(RuntimeError):
@@ -28,6 +24,10 @@ class Unwind(BaseException):
 
 class Cancelled(BaseException):
     """Ends a block whose run is over; never leaves the thread it is thrown into."""
+
+
+class LastStep(BaseException):
+    """Tells a loop over the steps of a run that there is no other."""
 
 
 class Skip(BaseException):

@@ -1,11 +1,10 @@
 """What a running trace puts around a model, and takes away again: a stand-in for the forward of each module,
-eager execution of what is compiled, and around a block's thread ``Tensor.save``.
+eager execution of what is compiled, and ``Tensor.save`` while a block has a thread.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,11 +13,13 @@ from torch import nn
 from softs_lightning.tracing.saving import save
 from softs_lightning.tracing.worker import ACTIVE
 
-__all__ = ["interposed", "saveable"]
+__all__ = ["Interposed"]
 
-_lock = threading.Lock()  # several threads may trace, even the same model, at once
-_traces = _blocks = 0
-_eager = ExitStack()
+# Several threads may trace, even the same model, at once.
+_lock = threading.RLock()
+_traces: set["Interposed"] = set()
+_saving: set["Interposed"] = set()
+_stances: list[Any] = []  # of the compiler, before the first of the traces
 
 
 class _Forward:
@@ -28,11 +29,11 @@ class _Forward:
     apply modules without visiting them.
     """
 
-    __slots__ = ("__wrapped__", "count", "key", "own")
+    __slots__ = ("__wrapped__", "key", "own", "users")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, user: "Interposed") -> None:
         self.key = id(module)
-        self.count = 0
+        self.users = [user]
         self.own = "forward" in module.__dict__
         self.__wrapped__: Callable[..., Any] = module.forward
 
@@ -53,72 +54,61 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class interposed:
-    """While entered, ``modules`` report their visits to the run on whose thread they are called."""
+class Interposed:
+    """From `put` to `remove`, ``modules`` report their visits to the run on whose thread they are called.
+
+    `remove` takes away whatever `put` has put so far; it may be repeated.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
-        self._installed: list[nn.Module] = []
 
-    def __enter__(self) -> None:
+    def put(self) -> None:
         with _lock:
-            _begin()
-            try:
-                for module in self._modules:
-                    slots = module.__dict__
-                    forward = slots.get("forward")
-                    if type(forward) is not _Forward:
-                        forward = slots["forward"] = _Forward(module)
-                    forward.count += 1
-                    self._installed.append(module)
-            except BaseException:
+            _traces.add(self)
+            # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
+            if not _stances and (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+                _stances.append(frames._stance)  # torch's own way back is lost if Ctrl-C comes on the way in
+                torch.compiler.set_stance("force_eager")
+            for module in self._modules:
+                slots = module.__dict__
+                forward = slots.get("forward")
+                if type(forward) is _Forward:
+                    forward.users.append(self)
+                else:
+                    slots["forward"] = _Forward(module, self)
+
+    def saveable(self) -> None:
+        """From now on, ``tensor.save()`` is `save` in functions that a block calls, too."""
+        with _lock:
+            _saving.add(self)
+            torch.Tensor.save = save  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        try:
+            with _lock:
                 self._remove()
-                raise
-
-    def __exit__(self, *_: object) -> None:
-        with _lock:
-            self._remove()
+        finally:
+            while _lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C came before it was let go
+                _lock.release()
 
     def _remove(self) -> None:
-        for module in self._installed:
+        for module in self._modules:
             slots = module.__dict__
             forward = slots.get("forward")
-            if type(forward) is _Forward:  # else the model replaced it during the run: that is its to keep
-                forward.count -= 1
-                if not forward.count:
-                    if forward.own:
-                        slots["forward"] = forward.__wrapped__
-                    else:
-                        del slots["forward"]
-        _end()
-
-
-def _begin() -> None:
-    global _traces
-    # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
-    if not _traces and "torch._dynamo" in sys.modules:
-        _eager.enter_context(torch.compiler.set_stance("force_eager"))
-    _traces += 1
-
-
-def _end() -> None:
-    global _traces
-    _traces -= 1
-    if not _traces:
-        _eager.close()
-
-
-@contextmanager
-def saveable() -> Iterator[None]:
-    """While entered, ``tensor.save()`` is `save` in functions that a block calls, too."""
-    global _blocks
-    with _lock:
-        _blocks += 1
-        torch.Tensor.save = save  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        with _lock:
-            _blocks -= 1
-            if not _blocks:
-                del torch.Tensor.save  # type: ignore[attr-defined]
+            if type(forward) is not _Forward:  # the model replaced it during the run: that is its to keep
+                continue
+            users = forward.users
+            if len(users) > 1 or users[0] is not self:
+                users[:] = [each for each in users if each is not self]
+            elif forward.own:
+                slots["forward"] = forward.__wrapped__
+            else:
+                del slots["forward"]
+        if _saving == {self} and "save" in torch.Tensor.__dict__:
+            del torch.Tensor.save  # type: ignore[attr-defined]
+        _saving.discard(self)
+        if _traces == {self} and _stances:
+            sys.modules["torch._dynamo.eval_frame"]._set_stance(_stances[0])
+            _stances.clear()
+        _traces.discard(self)

@@ -20,7 +20,7 @@ class Invoker(Capturing):
     _keeps = True
 
     def __init__(self, tracer: "InterleavingTracer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if tracer._invokes is None:
+        if tracer._outer is None:
             running = ACTIVE.worker is not None
             raise ValueError(
                 "tracer.invoke() belongs in the body of a trace that got no input"
@@ -38,12 +38,10 @@ class Invoker(Capturing):
         return save_or_call(value)
 
     def _execute(self, body: Body) -> None:
-        assert self._tracer is not None
-        invokes = self._tracer._invokes
-        if invokes is None:
+        if self._tracer is None or self._tracer._outer is None:
             raise ValueError("the trace of this invoke is over")
         self.body = body
-        invokes.append(self)
+        self._tracer._invokes.append(self)
         self._tracer = None
 
     def __call__(self, function: Callable[..., Any]) -> "Outcome":

@@ -4,7 +4,8 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 
-from softs_lightning.tracing.worker import Worker, current_worker
+from softs_lightning.tracing.errors import LastStep
+from softs_lightning.tracing.worker import ENTRY, Worker, current_worker
 
 __all__ = ["Barrier", "Iterations"]
 
@@ -25,27 +26,21 @@ class Iterations:
 
     def __getitem__(self, key: int | slice | Sequence[int]) -> "Iterations":
         steps: range | Sequence[int] | int
+        what = f"tracer.iter[{key}]"
         if isinstance(key, slice):
             start, stop, stride = key.start or 0, key.stop, 1 if key.step is None else key.step
-            if min(start, 0 if stop is None else stop) < 0 or stride < 1:
-                raise ValueError(
-                    f"tracer.iter[{start}:{stop}:{stride}]: steps count up from 0; none is negative"
-                )
+            what = f"tracer.iter[{start}:{stop}:{stride}]"
             if stop is None and stride != 1:
-                raise ValueError(
-                    "tracer.iter[...] with a stride needs an end: tracer.iter[start:stop:stride]"
-                )
-            steps = start if stop is None else range(start, stop, stride)
-        elif isinstance(key, int):
-            steps = [key]
+                raise ValueError(f"{what} has a stride, so it needs an end: tracer.iter[start:stop:stride]")
+            negative = min(start, stop or 0) < 0 or stride < 1
+            steps = start if stop is None or negative else range(start, stop, stride)
         else:
-            steps = list(key)
+            steps = [key] if isinstance(key, int) else list(key)
+            negative = min(steps, default=0) < 0
             if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-                raise ValueError(
-                    f"tracer.iter[{steps}]: the steps have to be in the order in which they come"
-                )
-        if not isinstance(steps, int) and any(step < 0 for step in steps):
-            raise ValueError(f"tracer.iter[{key}]: steps count up from 0; none is negative")
+                raise ValueError(f"{what}: the steps have to be in the order in which they come")
+        if negative:
+            raise ValueError(f"{what}: steps count up from 0; none is negative")
         return Iterations(steps, root=self._root)
 
     def __iter__(self) -> Iterator[int]:
@@ -54,7 +49,8 @@ class Iterations:
         worker.first = None
         asked: tuple[int, ...] | None = None
         try:
-            for number, step in enumerate(self._numbers()):
+            steps = itertools.count(self._steps) if isinstance(self._steps, int) else self._steps
+            for number, step in enumerate(steps):
                 asked = (worker.first or asked) if number else None
                 if number and not self._another(worker, asked, step):
                     break
@@ -63,33 +59,36 @@ class Iterations:
         finally:
             worker.step, worker.first = outer
 
-    def _numbers(self) -> Iterator[int]:
-        if not isinstance(self._steps, int):
-            yield from self._steps
-            return
-        step = self._steps
-        while True:
-            yield step
-            step += 1
-
     def _another(self, worker: Worker, asked: tuple[int, ...] | None, step: int) -> bool:
         """Wait until the model begins the step; False if it never does."""
-        if isinstance(self._steps, int):
-            reached = worker.run.another(worker, asked or (self._root,), step, f"step {step}")
-            if not reached and asked is None:
-                warnings.warn(
-                    f"a loop over tracer.iter that has no end asked for no location, so its steps were the calls "
-                    f"of the traced model; it ended before step {step}",
-                    stacklevel=4,
-                )
-            return reached
-        if asked is None or worker.run.another(worker, asked, step, f"step {step}"):
+        endless, run = isinstance(self._steps, int), worker.run
+        if asked is None and not endless:
             return True
-        warnings.warn(
-            f"a loop over tracer.iter was to go on with step {step}, but the run ended before it; what it saved "
-            "is kept",
-            stacklevel=4,
-        )
+        modules = asked or (self._root,)
+        if any(step < run.begun[module] for module in modules):
+            return True
+        if not run.finished and not run.over:
+            worker.in_loop = True
+            try:
+                places = tuple((module, ENTRY, step) for module in dict.fromkeys(modules))
+                worker.park(places, f"step {step}")
+                return True
+            except LastStep:
+                pass
+            finally:
+                worker.in_loop = False
+        if not endless:
+            warnings.warn(
+                f"a loop over tracer.iter was to go on with step {step}, but the run ended before it; what it saved "
+                "is kept",
+                stacklevel=3,
+            )
+        elif asked is None:
+            warnings.warn(
+                f"a loop over tracer.iter that has no end asked for no location, so its steps were the calls of the "
+                f"traced model; it ended before step {step}",
+                stacklevel=3,
+            )
         return False
 
 
@@ -110,7 +109,8 @@ class Barrier:
         worker = current_worker("a barrier")
         if len(self._waiting) + 1 == self._n:
             others, self._waiting = self._waiting, []
-            worker.run.release(others)
+            workers = worker.run.workers  # they go on in their order, when this one waits
+            worker.run.ready.extend(sorted(others, key=workers.index))
         else:
             self._waiting.append(worker)
             worker.park(None, self)

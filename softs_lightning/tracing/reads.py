@@ -7,11 +7,13 @@ the block goes on with a thread, from that statement on. So a block that only re
 """
 
 import ast
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
-__all__ = ["SAVE", "STOP", "Locator", "Read", "Reads", "Where", "leading_reads"]
+__all__ = ["SAVE", "STOP", "Read", "Where", "leading_reads", "locate", "take"]
 
 # The hidden name that `value.save()` is compiled to inside a block; no identifier can collide with it.
 SAVE = "@save"
@@ -20,7 +22,6 @@ STOP = "stop"  # in place of a location's kind: the model is left here
 _PLAIN = "builtins", "torch", "torch.nn.parameter"  # whose classes have no `save` of their own
 
 Where = tuple[int, str, str]  # (id of the module, kind of the location, its name)
-Step = tuple[type[ast.expr], str | int]  # an attribute, a constant index, or an index by a variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,11 @@ class Read:
 
     at: int  # the statement's number
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[bool, str | int], ...]  # (whether it is an index, which attribute or index)
+    variables: tuple[tuple[int, str], ...]  # (which of the steps, the variable that is its index)
     kind: str
     save: str | None
     target: str | None
-
-
-class Locator(Protocol):
-    """What may stand at the beginning of a read, once looked up: its class has a `_locate` of its own."""
-
-    def _locate(self, run: Any, steps: list[tuple[bool, Any]], kind: str) -> Where | None:
-        """The location of ``kind``; each step is (whether it is an index, which). None for what is no plain read."""
 
 
 def leading_reads(statements: Sequence[ast.stmt]) -> tuple[tuple[Read, ...], int | None]:
@@ -57,92 +52,78 @@ def leading_reads(statements: Sequence[ast.stmt]) -> tuple[tuple[Read, ...], int
 
 def _read(number: int, statement: ast.stmt) -> Read | None:
     target: str | None = None
+    by: str | None = None
     match statement:
         case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "stop"), [], [])):
-            return Read(number, name, (), STOP, None, None)
+            return Read(number, name, (), (), STOP, None, None)
         case ast.Assign([ast.Name(variable)], value):
             target = variable
         case ast.Expr(value):
             pass
         case _:
             return None
-    by = None
     match value:
-        case ast.Call(ast.Name(function), [argument], []) if function in (SAVE, "save"):
-            by, value = function, argument
+        case ast.Call(ast.Name("@save" | "save" as function), [value], []):
+            by = function
     if not isinstance(value, ast.Attribute):
         return None
-    kind, node, steps = value.attr, value.value, list[Step]()
+    kind, node = value.attr, value.value
+    steps, variables = deque[tuple[bool, str | int]](), list[tuple[int, str]]()
     while not isinstance(node, ast.Name):
         match node:
-            case ast.Attribute(inner, str(key)):
-                steps.append((ast.Attribute, key))
-            case ast.Subscript(inner, ast.Name(key)):
-                steps.append((ast.Name, key))
-            case ast.Subscript(inner, ast.Constant(int() | str() as key)):
-                steps.append((ast.Constant, key))
-            case ast.Subscript(inner, ast.UnaryOp(ast.USub(), ast.Constant(int(key)))):
-                steps.append((ast.Constant, -key))
+            case ast.Attribute(node, str(key)):
+                steps.appendleft((False, key))
+            case ast.Subscript(node, ast.Name(key)):
+                steps.appendleft((True, key))
+                variables.append((-len(steps), key))
+            case ast.Subscript(node, ast.Constant(int() | str() as key)):
+                steps.appendleft((True, key))
+            case ast.Subscript(node, ast.UnaryOp(ast.USub(), ast.Constant(int(key)))):
+                steps.appendleft((True, -key))
             case _:
                 return None
-        node = inner
-    return Read(number, node.id, tuple(reversed(steps)), kind, by, target)
+    return Read(number, node.id, tuple(steps), tuple(variables), kind, by, target)
 
 
-class Reads:
-    """The leading reads of one block, as they are carried out: ``next`` is the one to come.
-
-    Args:
-        reads: what they are.
-        scope: the names of the block.
-        save: the function of that name.
-    """
-
-    def __init__(self, reads: tuple[Read, ...], scope: dict[str, Any], save: Callable[[Any], Any]) -> None:
-        self._reads = iter(reads)
-        self._scope = scope
-        self._save = save
-        self.next = next(self._reads, None)
-
-    def ask(self, run: Any) -> Where | None:
-        """What the next one waits for; None if it is not what it looks like."""
-        read, scope = self.next, self._scope
-        assert read is not None
-        try:
-            first: Locator = scope[read.name]
-            if read.save == "save" and scope["save"] is not self._save:
-                return None
-            if "_locate" not in type(first).__dict__:
-                return None  # a subclass may mean anything by its attributes
-            steps = []
-            for how, key in read.steps:
-                step = scope[str(key)] if how is ast.Name else key
-                if type(step) is not int and type(step) is not str:
-                    return None
-                steps.append((how is not ast.Attribute, step))
-        except KeyError:
+def locate(read: Read, scope: dict[str, Any], run: Any, save: Callable[[Any], Any]) -> Where | None:
+    """What a read waits for; None if it is not what it looks like."""
+    try:
+        first = scope[read.name]
+        if read.save == "save" and scope["save"] is not save:
             return None
-        return first._locate(run, steps, read.kind)
+        steps: Sequence[tuple[bool, Any]] = read.steps
+        if read.variables:
+            steps = list(steps)
+            for at, name in read.variables:
+                steps[at] = True, scope[name]
+                if type(scope[name]) not in (int, str):
+                    return None
+    except KeyError:
+        return None
+    # `_locate` takes steps, of which each is (whether it is an index, which), and returns None for what is no plain
+    # read. It has to be of this very class: a subclass may mean anything by its attributes.
+    own = type(first).__dict__.get("_locate")
+    where: Where | None = own and own(first, run, steps, read.kind)
+    return where
 
-    def take(self, value: Any, saves: Any) -> bool:
-        """Hand the next one its value; False if that takes more than this."""
-        read = self.next
-        assert read is not None
-        if read.kind == "input":
-            args, kwargs = value
-            if not args and not kwargs:
-                return False
-            value = args[0] if args else next(iter(kwargs.values()))
-        if read.save is not None:
-            own = getattr(type(value), "save", None)
-            plain = own is self._save or (own is None and type(value).__module__ in _PLAIN)
-            if read.save != "save" and not plain:
-                return False  # it may have a method of that name, which is called then
-            saves.add(value)
-        if read.target is not None:
-            self._scope[read.target] = value
-        return True
 
-    def go_on(self) -> None:
-        """Turn to the one after."""
-        self.next = next(self._reads, None)
+def take(read: Read, value: Any, scope: dict[str, Any], saves: Any, save: Callable[[Any], Any]) -> bool:
+    """Hand a read its value; False if that takes more than this."""
+    if read.kind == "input":
+        args, kwargs = value
+        if not args and not kwargs:
+            return False
+        value = args[0] if args else next(iter(kwargs.values()))
+    if read.save is not None:
+        if read.save == SAVE and not _is_plain(type(value), save):  # type: ignore[arg-type]
+            return False  # it may have a method of that name, which is called then
+        saves.add(value)
+    if read.target is not None:
+        scope[read.target] = value
+    return True
+
+
+@lru_cache(256)  # to look for what a class does not have takes long
+def _is_plain(kind: type, save: Callable[[Any], Any]) -> bool:
+    own = getattr(kind, "save", None)
+    return own is save or (own is None and kind.__module__ in _PLAIN)

@@ -1,6 +1,7 @@
 """Which values outlive a trace (no torch here)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from softs_lightning.tracing.errors import OutsideTraceError
@@ -9,7 +10,13 @@ from softs_lightning.tracing.worker import ACTIVE
 __all__ = ["Saves", "current_saves", "save", "save_or_call"]
 
 T = TypeVar("T")
-_SEQUENCES = tuple, list  # to make a union of them takes longer than to look
+
+
+@lru_cache(256)  # to ask whether something is a mapping takes longer than all the rest of a read
+def _elements(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    if issubclass(kind, Mapping):
+        return Mapping.values
+    return iter if issubclass(kind, tuple | list) else None
 
 
 class Saves:
@@ -26,12 +33,9 @@ class Saves:
         if id(value) in self._kept:
             return
         self._kept[id(value)] = value
-        if isinstance(value, _SEQUENCES):
-            for each in value:
-                self.add(each)
-        elif isinstance(value, Mapping):
-            for each in value.values():
-                self.add(each)
+        elements = _elements(type(value))  # type: ignore[arg-type]
+        for each in () if elements is None else elements(value):
+            self.add(each)
 
     def keeps(self, value: Any) -> bool:
         """Whether a name for ``value`` is handed back: only from an outermost trace do unsaved ones not return."""

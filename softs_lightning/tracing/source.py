@@ -7,8 +7,10 @@ original file name and line numbers, and kept for as long as the code object of 
 import __future__
 
 import ast
+import contextlib
 import dis
 import functools
+import itertools
 import linecache
 import operator
 import sys
@@ -17,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 from softs_lightning.tracing.errors import WithBlockNotFoundError
 from softs_lightning.tracing.reads import SAVE, Read, leading_reads
@@ -38,11 +41,8 @@ class Site:
     code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
     own: frozenset[str]  # the variables of the function around it
-    first_line: int | None  # None: nothing but `pass`, so there is nothing to keep from running
-    last_line: int
-    guarded: tuple[
-        tuple[int, int], ...
-    ]  # the instructions from which an exception gets to the statement's exit
+    lines: range  # empty: nothing but `pass`, so there is nothing to keep from running
+    guarded: frozenset[int]  # the instructions from which an exception gets to the statement's exit
 
 
 # By (id of the frame's code, instruction). Entries leave with their code object, so that a redefined
@@ -80,11 +80,10 @@ def _read(frame: FrameType) -> Site:
         raise _not_found(frame, "its source does not parse, so it is not what is running") from None
     statement, owner = _statement(frame, tree)
     where = f"{code.co_filename}:{statement.lineno}"
-    body = list(statement.body)
-    if body[0].lineno <= max(node.end_lineno or 0 for node in _header(statement)):
+    header = [each for item in statement.items for each in (item.context_expr, item.optional_vars) if each]
+    body = list(itertools.dropwhile(_does_nothing, statement.body))
+    if statement.body[0].lineno <= max(node.end_lineno or 0 for node in header):
         raise ValueError(f"{where}: put the body of the trace on lines of its own, below the with line")
-    while body and _does_nothing(body[0]):
-        body.pop(0)
     if body and isinstance(body[0], ast.Try | ast.TryStar):
         raise ValueError(
             f"{where}: the body of a trace cannot start with try:; put any other statement before it"
@@ -93,20 +92,19 @@ def _read(frame: FrameType) -> Site:
     code_from = functools.cache(_compiler(module.body, code))
     compiled = code_from(0)
     reads, rest = leading_reads(module.body)
-    names = _names(compiled) - {SAVE, "save"}
-    last = statement.end_lineno or statement.lineno
-    if not names <= _names(code):
+    names = _names(compiled)
+    if not names - {SAVE, "save"} <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
-    first = min(_first_line(body[0]), body[0].lineno) if body else None
+    end = (statement.end_lineno or statement.lineno) + 1
+    lines = [node.lineno for each in body[:1] for node in (each, *getattr(each, "decorator_list", ()))]
     return Site(
         code=compiled,
         reads=reads,
         rest=rest,
         code_from=code_from,
-        names=frozenset(_names(compiled)),
+        names=frozenset(names),
         own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
-        first_line=first,
-        last_line=last,
+        lines=range(min(lines, default=end), end),
         guarded=_guarded(frame),
     )
 
@@ -119,12 +117,9 @@ def _source_of(frame: FrameType) -> str:
     if code.co_filename == "<string>" and "-c" in sys.orig_argv[:-1]:
         source = sys.orig_argv[sys.orig_argv.index("-c") + 1]
         # Text given to exec() is called "<string>" too: only the very same code counts.
-        try:
-            whole = compile(source, "<string>", "exec", dont_inherit=True)
-        except SyntaxError:
-            whole = None
-        if whole is not None and any(code == other for other in _codes(whole)):
-            return source
+        with contextlib.suppress(SyntaxError):
+            if code in _codes(compile(source, "<string>", "exec", dont_inherit=True)):
+                return source
     raise _not_found(frame, "its source is not available")
 
 
@@ -139,29 +134,24 @@ def _not_found(frame: FrameType, why: str) -> WithBlockNotFoundError:
 def _statement(frame: FrameType, tree: ast.Module) -> tuple[ast.With, str | None]:
     """The with statement whose item ``frame`` is entering, and the class that mangles its names."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    found: list[tuple[ast.With, str | None, int | None]] = []
-    for node, owner in _withs(tree, None):
-        nodes: list[ast.AST] = [node, *(item.context_expr for item in node.items)]
-        for number, candidate in enumerate(nodes):
-            if None in positions:
-                matches = candidate.lineno == frame.f_lineno  # type: ignore[attr-defined]
-            else:
-                matches = positions == _position(candidate)
-            if matches:
-                found.append((node, owner, number - 1 if number else None))
+    exact = None not in positions
+    found: list[tuple[ast.With, str | None, int]] = []
+    for node, owner in _withs(tree):
+        nodes: list[Any] = [node, *(item.context_expr for item in node.items)]
+        for number, each in enumerate(nodes, -1):
+            position = each.lineno, each.end_lineno, each.col_offset, each.end_col_offset
+            if position == positions if exact else each.lineno == frame.f_lineno:
+                found.append((node, owner, number))
                 break
     if len(found) != 1:
         raise _not_found(frame, "no with statement of its source is where the code says it is")
     node, owner, item = found[0]
-    if item is None:  # up to Python 3.12 the instruction carries the position of the whole statement
-        item = -1
-        for instruction in dis.get_instructions(frame.f_code):
-            if instruction.offset > frame.f_lasti:
-                break
-            if instruction.opname == "BEFORE_WITH" and instruction.positions == positions:
-                item += 1
-        item = item if None not in positions else len(node.items) - 1
-    if item != len(node.items) - 1:
+    if item < 0:  # up to Python 3.12 the instruction carries the position of the whole statement
+        item += sum(
+            each.opname == "BEFORE_WITH" and each.positions == positions and each.offset <= frame.f_lasti
+            for each in dis.get_instructions(frame.f_code)
+        )
+    if exact and item != len(node.items) - 1:
         raise ValueError(
             f"{frame.f_code.co_filename}:{node.lineno}: the trace has to be the last item of its with "
             "statement, because what follows it would be left before the body runs"
@@ -174,7 +164,7 @@ def _does_nothing(node: ast.stmt) -> bool:
     return constant or isinstance(node, ast.Pass | ast.Global | ast.Nonlocal)
 
 
-def _guarded(frame: FrameType) -> tuple[tuple[int, int], ...]:
+def _guarded(frame: FrameType) -> frozenset[int]:
     """Instructions that do nothing may lie outside, and an exception from there would pass the exit by."""
     entries = [
         each
@@ -182,15 +172,11 @@ def _guarded(frame: FrameType) -> tuple[tuple[int, int], ...]:
         if each.start >= frame.f_lasti
     ]
     target = min(entries, key=lambda each: each.start).target
-    return tuple((each.start, each.end) for each in entries if each.target == target)
+    return frozenset(at for each in entries if each.target == target for at in range(each.start, each.end))
 
 
-def _position(node: ast.AST) -> tuple[int, int, int, int]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
-
-
-def _withs(node: ast.AST, owner: str | None) -> Iterator[tuple[ast.With, str | None]]:
-    stack = [(node, owner)]
+def _withs(tree: ast.AST) -> Iterator[tuple[ast.With, str | None]]:
+    stack: list[tuple[ast.AST, str | None]] = [(tree, None)]
     while stack:
         node, owner = stack.pop()
         if isinstance(node, ast.With):
@@ -198,18 +184,6 @@ def _withs(node: ast.AST, owner: str | None) -> Iterator[tuple[ast.With, str | N
         if isinstance(node, ast.ClassDef):
             owner = node.name
         stack.extend((child, owner) for child in ast.iter_child_nodes(node))
-
-
-def _header(statement: ast.With) -> Iterator[ast.expr]:
-    for item in statement.items:
-        yield item.context_expr
-        if item.optional_vars is not None:
-            yield item.optional_vars
-
-
-def _first_line(node: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _module(statement: ast.With, owner: str | None, frame: FrameType) -> ast.Module:
@@ -259,6 +233,22 @@ class _Rewrite(ast.NodeTransformer):
         self.self_name = self_name
         self.nested = 0
 
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Private names are mangled by the class around the body; those in a class of the body by that one."""
+        if self.prefix and not isinstance(node, ast.alias):
+            for field in ("id", "attr", "arg", "name"):
+                name = getattr(node, field, None)
+                if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
+                    setattr(node, field, self.prefix + name)
+        prefix = self.prefix
+        inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef)
+        self.nested += inner
+        self.prefix = None if isinstance(node, ast.ClassDef) else prefix
+        super().generic_visit(node)
+        self.nested -= inner
+        self.prefix = prefix
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if node.args or node.keywords:
@@ -275,62 +265,14 @@ class _Rewrite(ast.NodeTransformer):
         if self.nested:
             return node
         # Local annotations are never evaluated; in a module they would be.
-        if node.value is None:
-            return ast.copy_location(ast.Pass(), node)
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
+        bare = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        return ast.copy_location(bare, node)
 
-    def visit_Global(self, node: ast.Global) -> ast.AST:
+    def visit_Global(self, node: ast.Global | ast.Nonlocal) -> ast.AST:
         # Names go back to where the frame keeps them, whichever kind they are.
         return node if self.nested else ast.copy_location(ast.Pass(), node)
 
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
-        return node if self.nested else ast.copy_location(ast.Pass(), node)
-
-    def _inner(self, node: ast.AST) -> ast.AST:
-        self.nested += 1
-        try:
-            return self.generic_visit(node)
-        finally:
-            self.nested -= 1
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.name = self._mangle(node.name)
-        return self._inner(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        node.name = self._mangle(node.name)
-        return self._inner(node)
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        return self._inner(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.name = self._mangle(node.name)
-        prefix, self.prefix = self.prefix, None  # its own name mangles what is inside
-        try:
-            return self._inner(node)
-        finally:
-            self.prefix = prefix
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = self._mangle(node.id)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        node.attr = self._mangle(node.attr)
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.arg = self._mangle(node.arg)
-        return self.generic_visit(node)
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        node.arg = node.arg and self._mangle(node.arg)
-        return self.generic_visit(node)
-
-    def _mangle(self, name: str) -> str:
-        private = self.prefix and name.startswith("__") and not name.endswith("__")
-        return f"{self.prefix}{name}" if private else name
+    visit_Nonlocal = visit_Global
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -1,20 +1,20 @@
 """The tracers: what ``trace``, ``generate``, ``scan`` and ``invoke`` hand to a with statement."""
 
-import difflib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from softs_lightning.tracing import ambient
-from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, map_tensors, rows_of, tokenized
-from softs_lightning.tracing.cache import CacheView, Recorder
+from softs_lightning.tracing.batching import Inputs, RowRange, join, leaves, rows_of, tokenized
+from softs_lightning.tracing.baton import surely
+from softs_lightning.tracing.cache import CacheView, Recorder, selected
 from softs_lightning.tracing.capture import Body, Capturing, own_frames_removed
 from softs_lightning.tracing.interleave import Run
-from softs_lightning.tracing.interpose import interposed, saveable
+from softs_lightning.tracing.interpose import Interposed
 from softs_lightning.tracing.invoke import Invoker
 from softs_lightning.tracing.iterations import Barrier, Iterations
 from softs_lightning.tracing.reads import STOP, Where
@@ -24,7 +24,7 @@ from softs_lightning.tracing.worker import ACTIVE, OUTPUT, RESULT, Worker, curre
 if TYPE_CHECKING:
     from softs_lightning.tracing.envoy import Envoy
 
-__all__ = ["InterleavingTracer", "ScanningTracer"]
+__all__ = ["InterleavingTracer", "tree"]
 
 
 class InterleavingTracer(Capturing):
@@ -37,6 +37,12 @@ class InterleavingTracer(Capturing):
         kwargs: the arguments of the call.
     """
 
+    _run: Run | None = None
+    _standing: Interposed | None = None
+    _outer: tuple[Any, Any] | None = (
+        None  # what was active around, while the body runs that registers invokes
+    )
+
     def __init__(
         self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
     ) -> None:
@@ -45,7 +51,12 @@ class InterleavingTracer(Capturing):
         self.args = args
         self.kwargs = kwargs
         self._run: Run | None = None
-        self._invokes: list[Invoker] | None = None  # a list while the body runs that registers them
+        self._standing: Interposed | None = None
+        self._blocks: list[tuple[Body, RowRange | None]] = []
+        self._invokes: list[Invoker] = []
+        self._outer: tuple[Any, Any] | None = (
+            None  # what was active around, while the body runs that registers them
+        )
         self._caches: list[Recorder] = []
 
     def __repr__(self) -> str:
@@ -160,32 +171,22 @@ class InterleavingTracer(Capturing):
         >>> cache.keys(), cache["model.1"].output
         (['model.0', 'model.1', 'model'], tensor([[0., 0., 0.]]))
         """
-        worker = ACTIVE.worker
-        if worker is None and self._invokes is None:
-            current_worker("tracer.cache()")
-        if worker is not None:
-            self._worker("tracer.cache()")
+        run, rows = self._run, None
+        if self._outer is None or ACTIVE.worker is not None:
+            worker = self._worker("tracer.cache()")
+            rows = worker.rows
             if worker.asked:
                 raise ValueError("a cache has to be made before the block reads or changes anything")
         assert self.envoy is not None
-        targets, paths = _selected(self.envoy, modules)
-        recorder = Recorder(
-            targets,
-            paths,
-            self.envoy.path,
-            rows=None if worker is None else worker.rows,  # type: ignore[arg-type]
-            device=device,
-            dtype=dtype,
-            detach=detach,
-            include_output=include_output,
-            include_inputs=include_inputs,
-            non_blocking=non_blocking,
-        )
-        if worker is not None:
-            worker.run.observe(recorder)
+        root, saves = self.envoy.path, current_saves()
+        paths, targets = selected(root, self.envoy.module, modules)
+        how = device, dtype, detach, include_output, include_inputs, non_blocking
+        recorder = Recorder(root, paths, targets, rows, *how)
         self._caches.append(recorder)
+        # Else the body runs that collects invokes, and the cache is of the whole batch.
+        if run is not None:
+            run.observe(recorder)
         view = recorder.view
-        saves = current_saves()
         assert saves is not None
         saves.add(view)
         return view
@@ -235,47 +236,56 @@ class InterleavingTracer(Capturing):
         if self.envoy is None:
             raise RuntimeError("this tracer has run; make a new one for each trace")
         saves = Saves(current_saves())
-        blocks: list[tuple[Body, RowRange | None]] = [(body, None)]
-        invokes: list[Invoker] = []
-        try:
-            if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
-                inputs = self._tokenized(self.args, self.kwargs)
-            else:
-                blocks = []
-                self._collect(body, invokes, saves)
-                inputs, rows = self._batch(invokes)
-                blocks = [(each.body, part) for each, part in zip(invokes, rows, strict=True)]
-                for each, _ in blocks:
-                    each.join([other for other, _ in blocks])
-            self._interleave(blocks, inputs, saves)
-        except Exception as error:
-            if isinstance(error, AttributeError) and error.name == "save":
-                error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
-            raise
-        finally:
-            for each, _ in blocks:
-                each.push(saves.keeps)
-            if not any(each is body for each, _ in blocks):
-                body.push(saves.keeps)
-            for invoke in invokes:
-                invoke.finish()
-            self.envoy = self._run = None
-            self.fn, self.args, self.kwargs = None, (), {}
-            self._caches = []
+        surely(functools.partial(self._trace, body, saves), functools.partial(self._close, body, saves))
         return saves.named
 
-    def _collect(self, body: Body, invokes: "list[Invoker]", saves: Saves) -> None:
-        self._invokes = invokes
-        outer, ACTIVE.collecting = (ACTIVE.worker, ACTIVE.collecting), saves
-        ACTIVE.worker = None
+    def _trace(self, body: Body, saves: Saves) -> None:
+        try:
+            if self.args or any(isinstance(each, torch.Tensor) for each in leaves(self.kwargs)):
+                self._blocks = [(body, None)]
+                inputs = self._tokenized(self.args, self.kwargs)
+            else:
+                self._collect(body, saves)
+                inputs, rows = self._batch(self._invokes)
+                bodies = [each.body for each in self._invokes]
+                self._blocks = list(zip(bodies, rows, strict=True))
+                for each in bodies:
+                    each.join(bodies)
+            self._interleave(inputs, saves)
+        except AttributeError as error:
+            if error.name == "save":
+                error.add_note("for values that are no tensors, call save(value) of softs_lightning.tracing")
+            raise
+
+    def _close(self, body: Body, saves: Saves) -> None:
+        """End the run and hand the names back. May be repeated, if a Ctrl-C got into it."""
+        if self._outer is not None:
+            ACTIVE.worker, ACTIVE.collecting = self._outer
+        if self._run is not None:
+            self._run.close()
+        if self._standing is not None:
+            self._standing.remove()
+        for each, _ in self._blocks:
+            each.push(saves.keeps)
+        if (body, None) not in self._blocks:
+            body.push(saves.keeps)
+        for invoke in self._invokes:
+            invoke.finish()
+        self.fn, self.args, self.kwargs = None, (), {}
+        self._blocks, self._invokes, self._caches = [], [], []
+        self.envoy = self._run = self._standing = None
+
+    def _collect(self, body: Body, saves: Saves) -> None:
+        self._outer = ACTIVE.worker, ACTIVE.collecting
+        ACTIVE.worker, ACTIVE.collecting = None, saves
         try:
             body.run()
         except BaseException as error:
             error.__traceback__ = own_frames_removed(error.__traceback__)
             raise
         finally:
-            self._invokes = None
-            ACTIVE.worker, ACTIVE.collecting = outer
+            ACTIVE.worker, ACTIVE.collecting = self._outer
+            self._outer = None
 
     def _batch(self, invokes: "list[Invoker]") -> tuple[Inputs, list[RowRange | None]]:
         if not invokes:
@@ -305,117 +315,42 @@ class InterleavingTracer(Capturing):
         assert self.envoy is not None
         return tokenized(args, kwargs, self.envoy._tokenizer, self.envoy.module)
 
-    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
+    def _interleave(self, inputs: Inputs, saves: Saves) -> None:
         assert self.envoy is not None
         module, path = self.envoy.module, self.envoy.path
-        call = module if self.fn is None else self.fn
-        if isinstance(call, str):
-            call = getattr(module, call)
-        if any(isinstance(each, str) for each in leaves(inputs[0])):
-            call = _given_text(call)
-        modules = _tree(module)
+        call = (
+            module if self.fn is None else getattr(module, self.fn) if isinstance(self.fn, str) else self.fn
+        )
+        modules = tree(module)
 
         def name_of(key: int, kind: str) -> str:
             name = next(name for name, each in module.named_modules() if id(each) == key)
             return f"{path}.{name}.{kind}" if name else f"{path}.{kind}"
 
-        (args, kwargs), caches = inputs, self._caches
-        with interposed(modules.values()):
-            workers = [Worker(body, rows) for body, rows in blocks]
-            run = self._run = Run(
-                workers,
-                dict.fromkeys(modules, 0),
-                saves,
-                name_of,
-                functools.partial(_around, ambient.snapshot()),
-            )
-            for recorder in caches:
-                run.observe(recorder)
-            try:
-                run.drive(functools.partial(call, *args, **kwargs))
-            finally:
-                for recorder in caches:
-                    recorder.finish()
+        def ambient_of_a_thread() -> AbstractContextManager[None]:
+            standing.saveable()
+            return set_up()
 
-
-class ScanningTracer(InterleavingTracer):
-    """An `InterleavingTracer` that runs the model under fake tensors: no compute, no weights.
-
-    Read shapes, dtypes and devices, and save those; fake tensors hold no data, in the block or after it. On a
-    model with meta weights, the input is moved to the meta device too. Attributes that the model set on its
-    modules meanwhile are set back, because they hold fake tensors.
-    """
-
-    def _interleave(self, blocks: list[tuple[Body, RowRange | None]], inputs: Inputs, saves: Saves) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        assert self.envoy is not None
-        modules = _tree(self.envoy.module)
-        before = [
-            (each, dict(each.__dict__), dict(each._buffers), dict(each._parameters))
-            for each in modules.values()
-        ]
-        meta = any(each.is_meta for each in self.envoy.module.parameters())
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if meta and not tensor.is_meta:
-                moved = tensor.detach().to("meta")
-                tensor = (
-                    nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-                )
-            return mode.from_tensor(tensor, static_shapes=True)
-
-        def faked(state: dict[str, Any]) -> dict[str, Any]:
-            return {name: None if each is None else fake(each) for name, each in state.items()}
-
+        set_up = ambient.snapshot()
+        standing = self._standing = Interposed(modules.values())
+        run = self._run = Run(
+            [Worker(body, rows) for body, rows in self._blocks],
+            dict.fromkeys(modules, 0),
+            saves,
+            name_of,
+            ambient_of_a_thread,
+        )
+        for recorder in self._caches:
+            run.observe(recorder)
+        standing.put()
         try:
-            for module, _, buffers, parameters in before:  # what is real is computed with, fake mode or not
-                module._buffers.update(faked(buffers))
-                module._parameters.update(faked(parameters))
-            with mode:
-                super()._interleave(blocks, map_tensors(fake, inputs), saves)
+            run.drive(functools.partial(_called, call, *inputs))
         finally:
-            for module, attributes, buffers, parameters in before:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                _restore(module._buffers, buffers)
-                _restore(module._parameters, parameters)
+            for recorder in self._caches:
+                recorder.finish()
 
 
-def _selected(
-    envoy: "Envoy", modules: "Sequence[Envoy | str] | None"
-) -> tuple[dict[int, str], dict[str, str]]:
-    """Which modules are meant, by id; and the path of every module, by each of the paths that lead to it."""
-    from softs_lightning.selectors import all_names  # not for a trace without a cache: it loads much
-
-    root = envoy.path
-    first: dict[int, str] = {}
-    paths: dict[str, str] = {}
-    by_path: dict[str, nn.Module] = {}
-    for name, module in all_names(envoy.module).items():
-        path = f"{root}.{name}" if name else root
-        by_path[path] = module
-        paths[path] = first.setdefault(id(module), path)
-    if modules is None:
-        return first, paths
-    if isinstance(modules, str):
-        raise TypeError(f"cache(modules=...) takes a list, got the string {modules!r}")
-    targets: dict[int, str] = {}
-    for each in modules:
-        wanted = each if isinstance(each, str) else each.path
-        found = next((path for path in (wanted, f"{root}.{wanted}") if path in by_path), None)
-        if found is None or (not isinstance(each, str) and by_path[found] is not each.module):
-            near = difflib.get_close_matches(
-                wanted, [*by_path, *(path[len(root) + 1 :] for path in by_path)], n=3
-            )
-            raise KeyError(f"{wanted} is no module of the traced model; the nearest are {near}")
-        targets[id(by_path[found])] = paths[found]
-    return targets, paths
-
-
-def _tree(root: nn.Module) -> dict[int, nn.Module]:
+def tree(root: nn.Module) -> dict[int, nn.Module]:
     """Every module once, by its id; `nn.Module.modules` takes as long as a small forward."""
     seen = {id(root): root}
     stack = [root]
@@ -427,28 +362,14 @@ def _tree(root: nn.Module) -> dict[int, nn.Module]:
     return seen
 
 
-def _given_text(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model may take text, but most cannot; ``call`` then fails on something that says nothing of it."""
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            raise TypeError(
-                f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
-                "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
-            ) from error
-
-    return explained
-
-
-@contextmanager
-def _around(set_up: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """What a block with a thread runs in."""
-    with saveable(), set_up():
-        yield
-
-
-def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
-    live.clear()
-    live.update(before)
+def _called(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        if not any(isinstance(each, str) for each in leaves(args)):
+            raise
+        # A model may take text, but most cannot; they then fail on something that says nothing of it.
+        raise TypeError(
+            f"the model was given text and failed on it ({error}); to have text tokenized, make the envoy "
+            "with Envoy(model, tokenizer=tokenizer), or give the model what a tokenizer returns"
+        ) from error

@@ -70,6 +70,7 @@ class Traced(Capturing):
         try:
             run.drive(lambda: self.toy(self.value))
         finally:
+            run.close()
             body.push(saves.keeps)
 
 

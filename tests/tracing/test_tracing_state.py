@@ -63,7 +63,8 @@ def state():
         "threads": torch.get_num_threads(),
         "modes": [type(each) for each in torch.overrides._get_current_function_mode_stack()],
         "dispatch": [type(each) for each in torch.utils._python_dispatch._get_current_dispatch_mode_stack()],
-        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        # Torch 2.6 cannot tell.
+        "hooks": getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False),
     }
 
 
