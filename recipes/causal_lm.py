@@ -295,7 +295,9 @@ class OnPolicy(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
         # Which batches: spread evenly, the same in every run.
-        if trainer.global_step < self.start or int((batch_idx + 1) * self.fraction) == int(batch_idx * self.fraction):
+        if trainer.global_step < self.start or int((batch_idx + 1) * self.fraction) == int(
+            batch_idx * self.fraction
+        ):
             return
         ids = batch["input_ids"]
         written = continued(pl_module.model, ids, prompt=self.prompt, temperature=self.temperature)
@@ -325,9 +327,7 @@ def likeliest(teacher: nn.Module, rows: Tensor) -> Tensor:
     known, digest = _liked.setdefault(teacher, {}), hashlib.sha256(rows.numpy().tobytes()).digest()
     if digest not in known:
         with torch.no_grad():
-            known[digest] = torch.cat(
-                [_scores(teacher, part).argmax(-1) for part in rows.split(JUDGED_ROWS)]
-            )
+            known[digest] = torch.cat([_scores(teacher, part).argmax(-1) for part in rows.split(JUDGED_ROWS)])
     return known[digest]
 
 

@@ -121,7 +121,7 @@ class Excerpts(Documentation):
     def __init__(
         self,
         *,
-        batch_size: int = 4,
+        batch_size: int = 2,
         length: int = 64,
         pool: int = 192,
         drawn: int = 128,
