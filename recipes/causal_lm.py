@@ -10,7 +10,7 @@ import ast
 import hashlib
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -99,21 +99,9 @@ class Documentation(L.LightningDataModule):
         self.written_by, self.rows, self.prompt = written_by, rows, prompt
         if not 1 <= prompt < length:
             raise ValueError(f"prompt={prompt}: give from 1 to {length - 1} of the {length} tokens of a row")
-        texts = paragraphs() if text is None else _lines(text)
-        parts = {
-            "test": tuple(t for t in texts if percent(t) < 20),
-            "validation": tuple(t for t in texts if 20 <= percent(t) < 30),
-            "train": tuple(t for t in texts if percent(t) >= 30),
-        }
-        self.encode, self.end = _encoder(tokenizer, parts["train"])
-        self.test, self.validation, self.train = (
-            self._rows(parts[part]) for part in ("test", "validation", "train")
-        )
-
-    def _rows(self, texts: Sequence[str]) -> Tensor:
-        tokens = [token for text in texts for token in (*self.encode(text), self.end)]
-        whole = len(tokens) // self.length * self.length
-        return torch.tensor(tokens[:whole]).reshape(-1, self.length)
+        # The parts are read, never written to: what needs other rows puts them in place of these.
+        self.encode, self.end, parts = _read(tokenizer, text, length, only_looking())
+        self.train, self.validation, self.test = parts
 
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""
@@ -143,6 +131,28 @@ class Documentation(L.LightningDataModule):
 def _collate(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     ids = torch.stack(list(rows))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+@lru_cache(maxsize=8)
+def _read(
+    tokenizer: Any, text: str | None, length: int, looking: bool
+) -> tuple[Callable[[str], list[int]], int, tuple[Tensor, Tensor, Tensor]]:
+    """How texts become tokens, the token that ends one, and the rows to train, to choose settings and to judge with.
+
+    Once in a process: every student of a run has data of its own, and all of them would read the same again.
+    """
+    texts = paragraphs() if text is None else _lines(text)
+    train, validation, test = (
+        tuple(t for t in texts if percent(t) in part) for part in (range(30, 100), range(20, 30), range(20))
+    )
+    encode, end = _encoder(tokenizer, train)
+
+    def rows(texts: Sequence[str]) -> Tensor:
+        tokens = [token for text in texts for token in (*encode(text), end)]
+        whole = len(tokens) // length * length
+        return torch.tensor(tokens[:whole]).reshape(-1, length)
+
+    return encode, end, (rows(train), rows(validation), rows(test))
 
 
 def _lines(file: str) -> tuple[str, ...]:
