@@ -30,9 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
         *(f"teacher.module.shape.{size}" for size in SMALL),
         *("teacher.trainer.max_steps=300", "+teacher.trainer.enable_progress_bar=false"),
         *("trainer.max_steps=40", "trainer.enable_progress_bar=false"),
-        "arms.on policy.callbacks.on_policy.start=20",
-        "arms.alone, twice the steps.trainer.max_steps=80",
     )
+    recipe.arms["on policy"].callbacks.on_policy.start = 20
+    recipe.arms["alone, twice the steps"].trainer.max_steps = 80
     check(recipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTS_LIGHTNING_CACHE", str(place / "cache"))
