@@ -323,7 +323,7 @@ def nats(model: nn.Module, *, data: Documentation, teacher: nn.Module) -> dict[s
     theirs = likeliest(teacher, data.test)
     total = alike = count = 0.0
     with torch.no_grad():
-        for rows, liked in zip(data.test.split(JUDGED_ROWS), theirs.split(JUDGED_ROWS), strict=True):
+        for rows, liked in zip(*(torch.split(x, JUDGED_ROWS) for x in (data.test, theirs)), strict=True):
             scores = _scores(model, rows)
             tokens = rows[:, 1:].numel()
             total += float(next_token_loss(scores.double(), rows)) * tokens
@@ -337,7 +337,9 @@ def likeliest(teacher: nn.Module, rows: Tensor) -> Tensor:
     known, digest = _liked.setdefault(teacher, {}), hashlib.sha256(rows.numpy().tobytes()).digest()
     if digest not in known:
         with torch.no_grad():
-            known[digest] = torch.cat([_scores(teacher, part).argmax(-1) for part in rows.split(JUDGED_ROWS)])
+            known[digest] = torch.cat(
+                [_scores(teacher, part).argmax(-1) for part in torch.split(rows, JUDGED_ROWS)]
+            )
     return known[digest]
 
 
