@@ -10,9 +10,10 @@ import ast
 import hashlib
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -76,7 +77,7 @@ class Documentation(L.LightningDataModule):
             `rows` rows. The text is kept in the cache.
         rows: how many rows it writes.
         prompt: tokens of each row that are real.
-        tokenizer: a folder or name of the teacher's tokenizer instead of the byte pairs.
+        tokenizer: the teacher's tokenizer, or its folder or name, instead of the byte pairs.
         text: a file with one text a line instead of the documentation.
         seed: the order of the batches.
     """
@@ -89,7 +90,7 @@ class Documentation(L.LightningDataModule):
         written_by: Callable[[], nn.Module] | None = None,
         rows: int = 1024,
         prompt: int = 8,
-        tokenizer: str | None = None,
+        tokenizer: Any = None,
         text: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -98,21 +99,9 @@ class Documentation(L.LightningDataModule):
         self.written_by, self.rows, self.prompt = written_by, rows, prompt
         if not 1 <= prompt < length:
             raise ValueError(f"prompt={prompt}: give from 1 to {length - 1} of the {length} tokens of a row")
-        texts = paragraphs() if text is None else _lines(text)
-        parts = {
-            "test": tuple(t for t in texts if percent(t) < 20),
-            "validation": tuple(t for t in texts if 20 <= percent(t) < 30),
-            "train": tuple(t for t in texts if percent(t) >= 30),
-        }
-        self.encode, self.end = _encoder(tokenizer, parts["train"])
-        self.test, self.validation, self.train = (
-            self._rows(parts[part]) for part in ("test", "validation", "train")
-        )
-
-    def _rows(self, texts: Sequence[str]) -> Tensor:
-        tokens = [token for text in texts for token in (*self.encode(text), self.end)]
-        whole = len(tokens) // self.length * self.length
-        return torch.tensor(tokens[:whole]).reshape(-1, self.length)
+        # The parts are read, never written to: what needs other rows puts them in place of these.
+        self.encode, self.end, parts = _read(tokenizer, text, length, only_looking())
+        self.train, self.validation, self.test = parts
 
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""
@@ -144,6 +133,28 @@ def _collate(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@lru_cache(maxsize=8)
+def _read(
+    tokenizer: Any, text: str | None, length: int, looking: bool
+) -> tuple[Callable[[str], list[int]], int, tuple[Tensor, Tensor, Tensor]]:
+    """How texts become tokens, the token that ends one, and the rows to train, to choose settings and to judge with.
+
+    Once in a process: every student of a run has data of its own, and all of them would read the same again.
+    """
+    texts = paragraphs() if text is None else _lines(text)
+    train, validation, test = (
+        tuple(t for t in texts if percent(t) in part) for part in (range(30, 100), range(20, 30), range(20))
+    )
+    encode, end = _encoder(tokenizer, train)
+
+    def rows(texts: Sequence[str]) -> Tensor:
+        tokens = [token for text in texts for token in (*encode(text), end)]
+        whole = len(tokens) // length * length
+        return torch.tensor(tokens[:whole]).reshape(-1, length)
+
+    return encode, end, (rows(train), rows(validation), rows(test))
+
+
 def _lines(file: str) -> tuple[str, ...]:
     from softs_lightning.recipes.text import SourceFolder
 
@@ -151,12 +162,12 @@ def _lines(file: str) -> tuple[str, ...]:
     return found
 
 
-def _encoder(tokenizer: str | None, texts: tuple[str, ...]) -> tuple[Callable[[str], list[int]], int]:
+def _encoder(tokenizer: Any, texts: tuple[str, ...]) -> tuple[Callable[[str], list[int]], int]:
     """What makes tokens of a text, and the token that ends one."""
     if tokenizer is None:
         pairs = byte_pairs(texts)
         return lambda text: cast(list[int], pairs.encode(text).ids), END
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     if loaded.eos_token_id is None:
         raise ValueError(f"the tokenizer {tokenizer!r} has no token that ends a text (eos_token)")
     return lambda text: cast(list[int], loaded(text)["input_ids"]), int(loaded.eos_token_id)
@@ -170,6 +181,7 @@ class LanguageModel(L.LightningModule):
         pretrained: a name or folder for `from_pretrained`; or
         model: what makes it, such as `softs_lightning.from_teacher`'s node.
         lr: the highest learning rate of AdamW's cycle.
+        freeze_embeddings: leave the token embeddings as they come, and with them a head that is tied to them.
 
     `forward` takes `input_ids (batch, tokens)` and returns the scores of the next tokens,
     `(batch, tokens, vocabulary)`.
@@ -182,6 +194,7 @@ class LanguageModel(L.LightningModule):
         pretrained: str | None = None,
         model: PreTrainedModel | None = None,
         lr: float = 3e-3,
+        freeze_embeddings: bool = False,
     ) -> None:
         super().__init__()
         if sum(given is not None for given in (shape, pretrained, model)) != 1:
@@ -193,6 +206,8 @@ class LanguageModel(L.LightningModule):
         if pretrained is not None:
             model = Pretrained(pretrained)()
         self.model = cast(Any, model).train()
+        if freeze_embeddings:
+            self.model.get_input_embeddings().requires_grad_(False)
         self.model.generation_config = cast(Any, GenerationConfig)(pad_token_id=END, do_sample=True, top_k=0)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -272,33 +287,63 @@ class OnPolicy(L.Callback):
         fraction: of the batches that are written by the student.
         prompt: tokens of each row that stay.
         temperature: of the sampling.
+        start: steps before the first of them: a student that cannot write yet has nothing to be corrected in, and
+            GKD begins with one that was trained on text.
     """
 
-    def __init__(self, *, fraction: float = 0.5, prompt: int = 8, temperature: float = 1.0) -> None:
+    def __init__(
+        self, *, fraction: float = 0.5, prompt: int = 8, temperature: float = 1.0, start: int = 0
+    ) -> None:
         super().__init__()
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must lie above 0 and be 1 at most, got {fraction}")
-        self.fraction, self.prompt, self.temperature = fraction, prompt, temperature
+        if start < 0:
+            raise ValueError(f"start must be a number of steps, 0 or more, got {start}")
+        self.fraction, self.prompt, self.temperature, self.start = fraction, prompt, temperature, start
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
         # Which batches: spread evenly, the same in every run.
-        if int((batch_idx + 1) * self.fraction) == int(batch_idx * self.fraction):
+        if trainer.global_step < self.start or int((batch_idx + 1) * self.fraction) == int(
+            batch_idx * self.fraction
+        ):
             return
         ids = batch["input_ids"]
         written = continued(pl_module.model, ids, prompt=self.prompt, temperature=self.temperature)
         batch["input_ids"], batch["labels"] = written, written.clone()
 
 
+_liked: WeakKeyDictionary[nn.Module, dict[bytes, Tensor]] = WeakKeyDictionary()
+JUDGED_ROWS = 8  # at a time: the scores of a large vocabulary fill the memory
+
+
 def nats(model: nn.Module, *, data: Documentation, teacher: nn.Module) -> dict[str, float]:
     """Cross-entropy of the held-out text, in nats a token, and how often the likeliest token is the teacher's (%)."""
+    theirs = likeliest(teacher, data.test)
     total = alike = count = 0.0
     with torch.no_grad():
-        for rows in torch.split(data.test, 64):
-            scores, theirs = model(rows), teacher(rows)
+        for rows, liked in zip(*(torch.split(x, JUDGED_ROWS) for x in (data.test, theirs)), strict=True):
+            scores = _scores(model, rows)
             tokens = rows[:, 1:].numel()
             total += float(next_token_loss(scores.double(), rows)) * tokens
-            alike += float((scores.argmax(-1) == theirs.argmax(-1))[:, :-1].sum())
+            alike += float((scores.argmax(-1) == liked)[:, :-1].sum())
             count += tokens
     return {"nats per token": total / count, "as the teacher": 100 * alike / count}
+
+
+def likeliest(teacher: nn.Module, rows: Tensor) -> Tensor:
+    """The teacher's likeliest next token at each place of `rows`; found once for each teacher and text."""
+    known, digest = _liked.setdefault(teacher, {}), hashlib.sha256(rows.numpy().tobytes()).digest()
+    if digest not in known:
+        with torch.no_grad():
+            known[digest] = torch.cat(
+                [_scores(teacher, part).argmax(-1) for part in torch.split(rows, JUDGED_ROWS)]
+            )
+    return known[digest]
+
+
+def _scores(model: nn.Module, rows: Tensor) -> Tensor:
+    """Scores of the next tokens, from one of our models or one of transformers."""
+    found = model(rows)
+    return cast(Tensor, getattr(found, "logits", found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from softs_lightning.recipes.causal_lm import (
     LanguageModel,
     OnPolicy,
     nats,
+    next_token_loss,
     paragraphs,
     written_text,
 )
@@ -92,6 +94,49 @@ def test_every_second_batch_is_written_by_the_student_before_the_teacher_sees_it
     assert model.model.training
     with pytest.raises(ValueError, match="fraction"):
         OnPolicy(fraction=0.0)
+
+
+def test_the_student_writes_nothing_before_it_has_learned_for_a_while(
+    data: Documentation, model: LanguageModel
+) -> None:
+    callback = OnPolicy(fraction=1.0, prompt=6, start=3)
+    for step in range(5):
+        trainer = SimpleNamespace(global_step=step)
+        batch = {"input_ids": data.train[:2].clone(), "labels": data.train[:2].clone()}
+        callback.on_train_batch_start(trainer, model, batch, step)  # type: ignore[arg-type]
+        assert torch.equal(batch["input_ids"], data.train[:2]) is (step < 3)
+    with pytest.raises(ValueError, match="start must be a number of steps, 0 or more, got -1"):
+        OnPolicy(start=-1)
+
+
+def test_the_judge_asks_the_teacher_once(data: Documentation, model: LanguageModel) -> None:
+    few = Documentation(batch_size=4, length=32)
+    few.test = data.test[:20]
+    torch.manual_seed(1)
+    teacher = LanguageModel(shape=SHAPE).eval()
+    seen: list[int] = []
+    teacher.register_forward_hook(lambda *_: seen.append(1))
+    first = nats(model.eval(), data=few, teacher=teacher)
+    asked = len(seen)
+    assert asked == 3
+    assert nats(model, data=few, teacher=teacher) == first
+    assert len(seen) == asked
+    assert nats(teacher, data=few, teacher=teacher)["as the teacher"] == 100
+    assert (
+        nats(model.model, data=few, teacher=teacher) == first
+    )  # transformers' own model, without ours around it
+    few.test = data.test[20:40]
+    assert nats(model, data=few, teacher=teacher) != first
+
+
+def test_frozen_embeddings_are_left_as_they_are(data: Documentation) -> None:
+    torch.manual_seed(0)
+    tied = LanguageModel(shape={**SHAPE, "tie_word_embeddings": True}, freeze_embeddings=True)
+    still = {name for name, value in tied.named_parameters() if not value.requires_grad}
+    assert still == {"model.model.embed_tokens.weight"}
+    assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
+    next_token_loss(tied(data.train[:2]), data.train[:2]).backward()
+    assert tied.model.lm_head.weight.grad is None
 
 
 def test_what_a_teacher_wrote_is_kept_by_its_weights(

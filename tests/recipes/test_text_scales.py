@@ -16,7 +16,10 @@ from tests.test_config import composed
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(softs_lightning.recipes.__file__).parent
-SMALL = {"causal-lm": ("data.batch_size=1", "data.length=16", "data.prompt=4")}
+SMALL = {
+    "causal-lm": ("data.batch_size=1", "data.length=16", "data.prompt=4"),
+    "causal-lm-pretrained": ("data.batch_size=1", "data.length=16"),
+}
 
 # What the papers' models have: parameters of the student, of the teacher, and where that stops.
 PAPERS = {
@@ -26,6 +29,7 @@ PAPERS = {
     "distilbert-init": ("66,370,568", "108,897,800", "head"),
     "layerwise": ("66,364,416", "109,482,240", "encoder.layer.11"),
     "causal-lm": ("124,439,808", "1,557,611,200", "lm_head"),
+    "causal-lm-pretrained": ("81,912,576", "124,439,808", "lm_head"),
 }
 
 
