@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -184,5 +185,25 @@ def test_tinybert_learns_what_is_inside_first_and_the_scores_afterwards() -> Non
     two = arms(composed("recipe=tinybert-two-stage"))["two stages"]
     (callback,) = [c for c in build_callbacks(two) if isinstance(c, DistillationCallback)]
     found = [(start, [pair.name for pair in on]) for start, _, on in turns(callback.pairs)]
-    assert found == [(0, ["embeddings", "states", "maps"]), (100, ["scores"])]
-    assert two.trainer.limit_train_batches > 100
+    stop = two.pairs[0].weight.stop
+    assert found == [(0, ["embeddings", "states", "attention"]), (stop, ["scores"])]
+    assert two.student.restarts == [stop]  # the scores get a cycle of the learning rate of their own
+    assert two.trainer.max_steps > stop
+
+
+@pytest.mark.parametrize("scale", [(), ("+scale=paper",)])
+def test_tinybert_compares_queries_and_keys_of_one_layer_in_turn(scale: tuple[str, ...]) -> None:
+    recipe = composed("recipe=tinybert-two-stage", *scale)
+    attention = next(pair for pair in recipe.pairs if pair.name == "attention")
+    for side in (attention.teacher, attention.student):
+        items = side.removeprefix("outputs[").removesuffix("]").split("|")
+        layers = [item.rpartition(".")[0] for item in items]
+        assert layers[::2] == layers[1::2]
+        assert [item.rpartition(".")[2] for item in items] == ["query", "key"] * (len(items) // 2)
+    ours, theirs = (
+        [int(n) for n in re.findall(r"layer\.(\d+)\.attention\.self\.query", side)]
+        for side in (attention.student, attention.teacher)
+    )
+    last = 12 if scale else 6
+    step = last // len(ours)
+    assert (ours, theirs) == (list(range(len(ours))), list(range(step - 1, last, step)))
