@@ -56,7 +56,9 @@ def minilm_folder() -> str:
 
 def minilm(attn_implementation: str | None = None) -> PreTrainedModel:
     """all-MiniLM-L6-v2 (Wang et al., 2020): 6 layers of width 384, trained on a thousand million sentence pairs."""
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options: dict[str, Any] = (
+        {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    )
     if only_looking():
         return Pretrained(minilm_folder(), model="AutoModel", **options).untrained()
     shown = logging.is_progress_bar_enabled()

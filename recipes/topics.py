@@ -315,9 +315,12 @@ class AttentionScores(nn.Module):
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """`(batch, heads, tokens, tokens)`."""
-        width = query.shape[-1] // self.heads
-        one, other = (x.unflatten(-1, (self.heads, width)).transpose(1, 2) for x in (query, key))
-        return one @ other.mT / math.sqrt(width)
+        width, rest = divmod(query.shape[-1], self.heads)
+        if rest:
+            raise ValueError(f"queries of width {query.shape[-1]} do not divide into {self.heads} heads")
+        one, other = (x.reshape(*x.shape[:2], self.heads, width).transpose(1, 2) for x in (query, key))
+        products: Tensor = one @ other.mT
+        return products / math.sqrt(width)
 
 
 def _encoder(name: str) -> Any:

@@ -135,6 +135,8 @@ def test_attention_scores_are_what_the_model_takes_the_softmax_of(data: Topics) 
     assert twice.item() == pytest.approx(2 * mean, rel=1e-5)
     with pytest.raises(ValueError, match="come in pairs, got 3"):
         loss(seen[0] + seen[0][:1], seen[1] + seen[1][:1])
+    with pytest.raises(ValueError, match="width 24 do not divide into 7 heads"):
+        AttentionScores(heads=7)(seen[0], seen[1])
 
 
 def rates(steps: int, **options: Any) -> list[float]:
