@@ -186,12 +186,12 @@ class TextClassifier(L.LightningModule):
         freeze_embeddings: leave the token embeddings as they come.
         lr: the highest learning rate of AdamW's cycle.
         warmup: the share of a cycle in which the learning rate rises.
-        restarts: where the cycle begins anew, in optimizer steps; by default it goes through once.
+        restarts: where the cycle begins anew, in optimizer steps; by default it goes through once. What lies
+            beyond the end of the training is never reached.
         restarts_by: or in epochs: `"epoch"`.
 
     Raises:
-        ValueError: for a shape beside layers, or restarts that do not rise from 1 or do not lie within
-            the training.
+        ValueError: for a shape beside layers, or restarts that do not rise from 1.
 
     `forward` takes `input_ids` and `attention_mask`, both `(batch, tokens)`, and returns scores `(batch, 8)`.
     Attention runs in the plain implementation, since only that has attention maps to show.
@@ -254,27 +254,17 @@ class TextClassifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
-        bounds = self.cycles(int(self.trainer.estimated_stepping_batches), self.trainer.max_epochs or 1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        each = 1
+        if self.restarts_by == "epoch":
+            each = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        bounds = [0, *(each * at for at in self.restarts if each * at < steps), steps]
         cycles = [
             one_cycle(optimizer, lr=self.lr, steps=end - begin, warmup=self.warmup)
             for begin, end in pairwise(bounds)
         ]
         cycle = torch.optim.lr_scheduler.SequentialLR(optimizer, cycles, milestones=bounds[1:-1])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
-
-    def cycles(self, steps: int, epochs: int) -> list[int]:
-        """Where the cycles of the learning rate begin and the last one ends, in steps."""
-        if steps == 1:  # a rehearsal
-            return [0, 1]
-        if self.restarts_by == "epoch" and epochs < 1:
-            raise ValueError("restarts_by='epoch' needs the trainer's max_epochs")
-        each = steps // epochs if self.restarts_by == "epoch" else 1
-        begins = [each * at for at in (0, *self.restarts)]
-        if begins[-1] >= steps:
-            raise ValueError(
-                f"restarts={list(self.restarts)} by {self.restarts_by}: the training has only {steps} steps"
-            )
-        return [*begins, steps]
 
 
 class AttentionScores(nn.Module):

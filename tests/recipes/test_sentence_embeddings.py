@@ -37,6 +37,8 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
         "recipe=sentence-embeddings",
         "seeds=[0]",
         "arms=null",
+        "judge.score._target_=softs_lightning.recipes.sentence_embeddings.agreement",  # the quickest
+        "judge.others=null",
         "pairs.0.teacher='outputs[encoder.layer.1|encoder.layer.3]'",
         "pairs.1.teacher='outputs[encoder.layer.3]'",
         "trainer.limit_train_batches=3",
@@ -68,6 +70,8 @@ def test_a_short_run_ends_with_the_table(tmp_path: Path) -> None:
 def test_people_are_asked_as_scipy_would(data: recipe.Prose, teacher: torch.nn.Module) -> None:
     student = recipe.SentenceEncoder(layers=(0,)).eval()
     found = recipe.judge(student, data=data, teacher=teacher)
+    asked = composed("recipe=sentence-embeddings").judge
+    assert list(found) == [asked.name, *asked.others]
 
     def vector(text: str, length: int) -> torch.Tensor:
         encoded = data.tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
