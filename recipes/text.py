@@ -85,7 +85,7 @@ def one_cycle(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate rises to `lr` in a share of the `steps` (`warmup`), and falls along a cosine in the rest.
 
-    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> optimizer = torch.optim.AdamW([torch.zeros(1)])
     >>> rate = one_cycle(optimizer, lr=1.0, steps=10, warmup=0.5)
     >>> rate.get_last_lr()
     [0.04]
