@@ -87,8 +87,8 @@ def one_cycle(
 
     >>> optimizer = torch.optim.AdamW([torch.zeros(1)])
     >>> rate = one_cycle(optimizer, lr=1.0, steps=10, warmup=0.5)
-    >>> rate.get_last_lr()
-    [0.04]
+    >>> round(*rate.get_last_lr(), 6)
+    0.04
     """
     # A rise of a single step is a division by zero in torch's arithmetic; one of hardly more is not.
     share = warmup if warmup * steps != 1 else warmup * 1.001
