@@ -25,7 +25,9 @@ from softs_lightning.recipes.text import (
     minilm,
     minilm_folder,
     news_sentences,
+    one_cycle,
     percent,
+    wordnet_definitions,
 )
 from softs_lightning.surgery import from_teacher
 
@@ -38,9 +40,11 @@ __all__ = [
     "embed",
     "judge",
     "minilm",
+    "recall",
 ]
 
 JUDGED = 200
+RETRIEVAL = "definition → word, recall at 10"
 
 
 class Prose(L.LightningDataModule):
@@ -55,6 +59,8 @@ class Prose(L.LightningDataModule):
             gensim's package) come to the docstrings.
         text: a file of your own with one sentence a line, instead of both.
         tokenizer: a folder or name of the teacher's tokenizer; by default MiniLM's.
+        wordnet: a folder with WordNet's database, for the judge alone
+            (:func:`softs_lightning.recipes.text.wordnet_definitions`); `None`: retrieval is not judged.
         seed: the order of the batches.
     """
 
@@ -66,6 +72,7 @@ class Prose(L.LightningDataModule):
         news: bool = False,
         text: str | None = None,
         tokenizer: str | None = None,
+        wordnet: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -78,6 +85,7 @@ class Prose(L.LightningDataModule):
         self.test = [s for s in sentences if percent(s) < 20]
         self.validation = [s for s in sentences if 20 <= percent(s) < 30]
         self.train = [s for s in sentences if percent(s) >= 30]
+        self.definitions = None if wordnet is None else wordnet_definitions(wordnet)
 
     def encode(self, sentences: Sequence[str], *, max_length: int | None = None) -> BatchEncoding:
         encoded: BatchEncoding = self.tokenizer(
@@ -100,6 +108,9 @@ class Prose(L.LightningDataModule):
             collate_fn=self.encode,
         )
 
+    def val_dataloader(self) -> DataLoader[str]:
+        return DataLoader(self.validation, batch_size=50, collate_fn=self.encode)  # type: ignore[arg-type]
+
 
 class SentenceEncoder(L.LightningModule):
     """Some of MiniLM's layers, trained by unsupervised SimCSE (Gao et al., 2021).
@@ -113,6 +124,7 @@ class SentenceEncoder(L.LightningModule):
         encoder: makes the model that it is cut from; by default MiniLM.
         freeze_embeddings: leave the token embeddings as they come.
         lr: learning rate of AdamW after warm-up.
+        warmup: the share of the steps in which it rises.
         temperature: of the contrastive loss.
     """
 
@@ -125,11 +137,12 @@ class SentenceEncoder(L.LightningModule):
         encoder: Callable[[], PreTrainedModel] | None = None,
         freeze_embeddings: bool = True,
         lr: float = 1e-4,
+        warmup: float = 0.1,
         temperature: float = 0.05,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["encoder"])
-        self.lr, self.temperature = lr, temperature
+        self.lr, self.warmup, self.temperature = lr, warmup, temperature
         source = encoder or minilm
         if layers is None and hidden is None and intermediate is None:
             made = source()
@@ -148,6 +161,10 @@ class SentenceEncoder(L.LightningModule):
         self.log("train_loss", loss)
         return loss
 
+    def validation_step(self, batch: BatchEncoding, batch_idx: int) -> None:
+        # Without dropout a sentence's two views are one: what is left is how far apart sentences lie.
+        self.log("val_loss", self.contrast(batch), batch_size=len(batch["input_ids"]))
+
     def contrast(self, batch: BatchEncoding) -> Tensor:
         once, again = (embed(self, batch) for _ in range(2))
         likeness = once @ again.T / self.temperature
@@ -157,9 +174,7 @@ class SentenceEncoder(L.LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
         steps = int(self.trainer.estimated_stepping_batches)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1
-        )
+        cycle = one_cycle(optimizer, lr=self.lr, steps=steps, warmup=self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 
@@ -230,6 +245,7 @@ def judge(model: nn.Module, *, data: Prose, teacher: nn.Module) -> dict[str, flo
         sentence's ten nearest in the teacher's eyes, the percentage among its ten nearest in the model's;
         *Lee documents*: Pearson correlation with people's similarities of 50 news texts, each with each (Lee,
         Pincombe & Welsh, 2005); *WordSim-353* and *SimLex-999*: Spearman with people's of pairs of words.
+        Where the data have definitions of WordNet, *definition → word, recall at 10*: as :func:`recall`.
     """
     own, theirs = (_vectors(one, data, data.test[:JUDGED]) for one in (model, teacher))
     alike, meant = own @ own.T, theirs @ theirs.T
@@ -251,7 +267,19 @@ def judge(model: nn.Module, *, data: Prose, teacher: nn.Module) -> dict[str, flo
         one, other = (vectors[torch.tensor([place[row[side]] for row in rows])] for side in (0, 1))
         said = torch.tensor([float(row[2]) for row in rows]).double()
         found[name] = spearman_corrcoef((one * other).sum(1), said).item()
+    if data.definitions is not None:
+        found[RETRIEVAL] = recall(model, data=data)
     return found
+
+
+def recall(model: nn.Module, *, data: Prose, count: int = 10) -> float:
+    """Percent of WordNet's definitions with their own word among the `count` words that lie nearest."""
+    if data.definitions is None:
+        raise ValueError("give the data WordNet: wordnet=FOLDER")
+    queries, words = (_vectors(model, data, texts) for texts in zip(*data.definitions, strict=True))
+    alike = queries @ words.T
+    own = alike.diagonal().unsqueeze(1)
+    return 100 * ((alike > own).sum(dim=1) < count).double().mean().item()
 
 
 def _neighbours_found(alike: Tensor, meant: Tensor, count: int = 10) -> float:

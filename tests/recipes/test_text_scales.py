@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,8 +53,12 @@ def test_a_paper_setting_is_explained_without_weights(name: str) -> None:
 
 @pytest.mark.parametrize("file", sorted((FOLDER / "results").glob("*.json")), ids=lambda file: file.stem)
 def test_results_are_those_of_the_recipe(file: Path) -> None:
-    found = Result.from_json(file.read_text(encoding="utf-8"))
-    recipe = composed(f"recipe={found.recipe}")
+    said = file.read_text(encoding="utf-8")
+    found = Result.from_json(said)
+    last = json.loads(said)["command"].rpartition("&&")[2]
+    command, *arguments = shlex.split(last)
+    assert command == "softs-distill"
+    recipe = composed(*arguments)
     assert [arm.name for arm in found.arms] == list(arms(recipe))
     others = recipe.judge.get("others") or {}
     assert [measure.name for measure in found.measures] == [recipe.judge.name, *others]

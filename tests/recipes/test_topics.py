@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from softs_lightning.recipes.text import minilm
 from softs_lightning.recipes.topics import (
     FAMILIES,
     UNLABELLED,
+    AttentionScores,
     TextClassifier,
     Topics,
     accuracy,
@@ -88,9 +93,120 @@ def test_the_judge_counts_as_scikit_learn_does(data: Topics) -> None:
     assert found["as the teacher"] == pytest.approx(100 * accuracy_score(guesses[1], guesses[0]))
 
 
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 24,
+    "intermediate_size": 24,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def test_attention_scores_are_what_the_model_takes_the_softmax_of(data: Topics) -> None:
+    torch.manual_seed(0)
+    student, teacher = (TextClassifier(shape={**SMALL, "hidden_size": width}).eval() for width in (24, 48))
+    batch = data.encode(data.test[:6])
+    mask = batch["attention_mask"]
+    assert int((mask == 0).sum()) > 0
+    seen: list[list[torch.Tensor]] = []
+    expected: list[torch.Tensor] = []
+    for model in (student, teacher):
+        attention = model.encoder.encoder.layer[0].attention.self
+        parts: list[torch.Tensor] = []
+        for module in (attention.query, attention.key, attention):
+            module.register_forward_hook(lambda m, i, o, parts=parts: parts.append(o))
+        with torch.no_grad():
+            model(batch["input_ids"], mask)
+        query, key, (_, probabilities) = parts
+        seen.append([query, key])
+        # In each row the logarithms of probabilities are the scores, less what makes them sum to 1.
+        scores = AttentionScores(heads=12).scores(query, key).double()
+        rows = scores.masked_fill(mask[:, None, None, :] == 0, -torch.inf)
+        assert torch.allclose(rows.softmax(-1), probabilities.double(), atol=1e-6)
+        expected.append(scores)
+    terms = []
+    for i in range(len(mask)):
+        count = int(mask[i].sum())
+        gap = (expected[0] - expected[1])[i, :, :count, :count].square()
+        terms.append((gap.sum(), gap.numel()))
+    mean = sum(float(total) for total, _ in terms) / sum(count for _, count in terms)
+    loss = AttentionScores(heads=12)
+    assert loss(seen[0], seen[1], mask=mask).item() == pytest.approx(mean, rel=1e-5)
+    twice = loss(seen[0] * 2, seen[1] * 2, mask=mask)
+    assert twice.item() == pytest.approx(2 * mean, rel=1e-5)
+    with pytest.raises(ValueError, match="come in pairs, got 3"):
+        loss(seen[0] + seen[0][:1], seen[1] + seen[1][:1])
+    with pytest.raises(ValueError, match="width 24 do not divide into 7 heads"):
+        AttentionScores(heads=7)(seen[0], seen[1])
+
+
+def rates(steps: int, **options: Any) -> list[float]:
+    model = TextClassifier(shape=SMALL, lr=0.5, **options)
+    model.trainer = SimpleNamespace(  # type: ignore[assignment]
+        estimated_stepping_batches=steps, num_training_batches=39, accumulate_grad_batches=2
+    )
+    made = model.configure_optimizers()
+    found = []
+    for _ in range(steps):
+        found.append(made["optimizer"].param_groups[0]["lr"])
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    return found
+
+
+def one_cycle(steps: int) -> list[float]:
+    """Up along half a cosine in a tenth of the steps, and down in the rest, from 1/25 and to 1/250,000."""
+
+    def between(start: float, end: float, share: float) -> float:
+        return 0.5 * (end + (start - end) * (1 + math.cos(math.pi * share)) / 2)
+
+    top = steps / 10 - 1
+    return [
+        between(1 / 25, 1, step / top)
+        if step <= top and top
+        else between(1, 4e-6, (step - top) / (steps - 1 - top))
+        for step in range(steps)
+    ]
+
+
+def test_the_cycle_of_the_learning_rate_begins_anew_where_a_stage_does() -> None:
+    assert rates(40) == pytest.approx(one_cycle(40))
+    assert rates(40, restarts=[30]) == pytest.approx(one_cycle(30) + rates(10))
+    assert rates(80, restarts=[1, 3], restarts_by="epoch") == pytest.approx(
+        one_cycle(20) + one_cycle(40) + one_cycle(20)
+    )
+    assert rates(40, restarts=[30])[30:32] == pytest.approx(
+        [0.02, 0.25 * (1 + math.cos(math.pi / 9))], abs=1e-4
+    )
+    assert rates(1, restarts=[30]) == pytest.approx(one_cycle(1))
+    assert rates(20, restarts=[20, 30]) == rates(20)
+    for wrong in ({"restarts": [0]}, {"restarts": [3, 3]}, {"restarts": [3], "restarts_by": "batch"}):
+        with pytest.raises(ValueError, match="must rise from 1, by step or epoch"):
+            TextClassifier(shape=SMALL, **wrong)  # type: ignore[arg-type]
+
+
 def test_tinybert_learns_what_is_inside_first_and_the_scores_afterwards() -> None:
     two = arms(composed("recipe=tinybert-two-stage"))["two stages"]
     (callback,) = [c for c in build_callbacks(two) if isinstance(c, DistillationCallback)]
     found = [(start, [pair.name for pair in on]) for start, _, on in turns(callback.pairs)]
-    assert found == [(0, ["embeddings", "states", "maps"]), (100, ["scores"])]
-    assert two.trainer.limit_train_batches > 100
+    stop = two.pairs[0].weight.stop
+    assert found == [(0, ["embeddings", "states", "attention"]), (stop, ["scores"])]
+    assert two.student.restarts == [stop]  # the scores get a cycle of the learning rate of their own
+    assert two.trainer.max_steps > stop
+
+
+@pytest.mark.parametrize("scale", [(), ("+scale=paper",)])
+def test_tinybert_compares_queries_and_keys_of_one_layer_in_turn(scale: tuple[str, ...]) -> None:
+    recipe = composed("recipe=tinybert-two-stage", *scale)
+    attention = next(pair for pair in recipe.pairs if pair.name == "attention")
+    for side in (attention.teacher, attention.student):
+        items = side.removeprefix("outputs[").removesuffix("]").split("|")
+        layers = [item.rpartition(".")[0] for item in items]
+        assert layers[::2] == layers[1::2]
+        assert [item.rpartition(".")[2] for item in items] == ["query", "key"] * (len(items) // 2)
+    ours, theirs = (
+        [int(n) for n in re.findall(r"layer\.(\d+)\.attention\.self\.query", side)]
+        for side in (attention.student, attention.teacher)
+    )
+    last = 12 if scale else 6
+    step = last // len(ours)
+    assert (ours, theirs) == (list(range(len(ours))), list(range(step - 1, last, step)))
