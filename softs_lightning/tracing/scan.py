@@ -33,6 +33,7 @@ class ScanningTracer(InterleavingTracer):
         ]
         meta = any(each.is_meta for each in self.envoy.module.parameters())
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
+        around = torch._C._get_dispatch_mode(mode._mode_key)
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if meta and not tensor.is_meta:
@@ -53,6 +54,10 @@ class ScanningTracer(InterleavingTracer):
                 trace(map_tensors(fake, inputs), saves)
 
         def restore() -> None:
+            if torch._C._get_dispatch_mode(mode._mode_key) is mode:  # Ctrl-C came as it was being left
+                torch._C._unset_dispatch_mode(mode._mode_key)
+                if around is not None:
+                    torch._C._set_dispatch_mode(around)
             for module, attributes, buffers, parameters in before:
                 _restore(module.__dict__, attributes)
                 _restore(module._buffers, buffers)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: PT012 (a trace is a with statement with a body)
 
+import dis
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from softs_lightning import tracing
 from softs_lightning.tracing import Envoy
@@ -19,6 +22,8 @@ from softs_lightning.tracing.worker import ACTIVE
 
 OURS = str(Path(tracing.__file__).parent)
 CAPTURE = str(Path(OURS) / "source.py"), str(Path(OURS) / "reads.py")  # which put up nothing
+# Between these of an exception's handler no signal is looked at, and raising there would leave the exception handled.
+BOOKKEEPING = {"PUSH_EXC_INFO", "COPY", "POP_EXCEPT", "RERAISE"}
 
 # What a block raised just before Ctrl-C came is only said.
 pytestmark = pytest.mark.filterwarnings("ignore:a traced block raised ZeroDivisionError")
@@ -39,7 +44,8 @@ class Interrupt:
 
     def _instruction(self, frame, event, _):
         instruction = id(frame.f_code), frame.f_lasti
-        if event == "opcode" and instruction not in self.met:
+        bookkeeping = dis.opname[frame.f_code.co_code[frame.f_lasti]] in BOOKKEEPING
+        if event == "opcode" and instruction not in self.met and not bookkeeping:
             self.met.add(instruction)
             if len(self.met) == self.at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -120,6 +126,8 @@ def left(net) -> dict[str, object]:
         "parameters": [id(each) for each in net.parameters()],
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "handled": sys.exc_info()[0],
+        "modes": [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()],
         "save": hasattr(torch.Tensor, "save"),
         "active": (ACTIVE.run, ACTIVE.worker, ACTIVE.collecting),
         "traces": (set(_traces), set(_saving), list(_stances)),
