@@ -67,7 +67,9 @@ def recipe(folder: str, *options: str) -> Any:
         "pairs.1.student='outputs[model.model.layers.0|model.model.layers.1]'",
         *("data.length=32", "data.pool=48", "data.drawn=32", "data.judged=24", "data.watched=4"),
         *("trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1", "seeds=[0,1]", *options),
+        "trainer.max_epochs=1",
     )
+    made.arms["alone, twice the steps"].trainer.max_epochs = 2
     check(made)
     return made
 
