@@ -12,6 +12,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,11 @@ def _remove_unused(directory: Path) -> None:
         if file.is_file() and file.parent.name != ".hydra" and not ours and file.stat().st_size:
             return
     shutil.rmtree(directory, ignore_errors=True)
+    recipe, outputs = directory.parent, directory.parent.parent
+    if outputs.name == "outputs":  # the usual place, which the run made
+        with suppress(OSError):  # other runs are there
+            recipe.rmdir()
+            outputs.rmdir()
 
 
 def _quieten() -> None:

@@ -277,7 +277,7 @@ def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:
 
 def _how(ran: str | None) -> str:
     if ran is None:
-        return "Found by a scan of the teacher: nothing was computed, and no weights were made."
+        return "Found by a scan of the teacher: nothing of it was computed, and no weights of it were made."
     return f"The teacher had to run for real, a scan of it failed: {ran}"
 
 

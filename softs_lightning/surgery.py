@@ -47,7 +47,7 @@ class Stack:
     Attributes:
         key: the number in the config that says how many there are, ``"num_hidden_layers"`` or, in a part
             of the config, ``"text_config.num_hidden_layers"``.
-        names: of the ``nn.ModuleList``s that have one entry a layer; most often a single one.
+        names: of each ``nn.ModuleList`` that has one entry a layer; most often a single one.
         depth: how many layers there are.
     """
 
