@@ -129,6 +129,8 @@ class WithBody(Body):
         exec(self.code_from(start) if start else self.code, self.scope)
 
     def push(self, keep: Callable[[Any], bool]) -> None:
+        if "scope" not in self.__dict__:  # it was done, and a Ctrl-C came afterwards
+            return
         values = {name: value for name, value in self.scope.new() if keep(value)}
         if values:
             assert self.frame is not None
@@ -140,6 +142,8 @@ class WithBody(Body):
                 self.scope.siblings.append(other.scope)
 
     def release(self) -> None:
+        if "scope" not in self.__dict__:
+            return
         frame, scope = self.frame, self.scope
         self.frame = None
         del self.scope
@@ -303,7 +307,13 @@ def own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:
         traceback = traceback.tb_next
     result = None
     for each in reversed(kept):
-        result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        line: int | None = each.tb_lineno  # None for code that has no table of lines
+        result = TracebackType(
+            result,
+            each.tb_frame,
+            each.tb_lasti,
+            each.tb_frame.f_code.co_firstlineno if line is None else line,
+        )
     return result
 
 

@@ -161,9 +161,8 @@ class Run:
                 elif event.skippers:
                     self._settle_skips(event)
                 else:
-                    return event
-                if event.writes:
                     event.settle()
+                    return event
         finally:
             self.event = None
         assert self.unwind is not None
@@ -194,6 +193,8 @@ class Run:
 
     def _resume(self, worker: Worker) -> None:
         """Let a block run until it waits for something or ends."""
+        if worker.rows is None and self.event is not None:
+            self.event.settle()  # it sees what blocks with rows of their own wrote up to now
         try:
             if worker.thread is not None:
                 worker.baton.give()
@@ -312,6 +313,8 @@ class Run:
 
 def _arose_from(error: BaseException, signal: BaseException) -> bool:
     link: BaseException | None = error
-    while link is not None and link is not signal:
+    seen: set[int] = set()  # a model may raise exceptions that arose from each other
+    while link is not None and link is not signal and id(link) not in seen:
+        seen.add(id(link))
         link = link.__cause__ or link.__context__
     return link is signal

@@ -306,7 +306,7 @@ class InterleavingTracer(Capturing):
             sizes = [0 if each.inputs is None else rows_of(each.inputs) for each in invokes]
             start = 0
             for number, size in enumerate(sizes):
-                if size:
+                if invokes[number].inputs is not None:
                     rows[number] = RowRange(start, size, sum(sizes))
                 start += size
         return (args, {**kwargs, **self.kwargs}), rows

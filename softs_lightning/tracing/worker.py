@@ -78,11 +78,18 @@ class Event:
         return self.views[worker]
 
     def settle(self) -> None:
-        """Put what blocks wrote to their rows into the whole; on the model's thread, under its modes."""
+        """Put what blocks wrote to their rows into the whole; on the model's thread, under its modes.
+
+        Not before somebody has to see the whole: until then, what a block holds of its rows is part of it, and
+        what the block changes there in place counts.
+        """
+        if not self.writes:
+            return
         for worker, value in self.writes:
             assert worker.rows is not None
             self.value = worker.rows.widen(self.value, value)
         self.writes.clear()
+        self.views.clear()  # they are of what the whole was made from
 
 
 class Worker:
@@ -192,6 +199,7 @@ class Worker:
         event = self.reach(module, kind, name)
         if self.rows is None:
             event.value = value
+            event.views.clear()
         else:
             self.rows.check(value, event.value)
             event.writes.append((self, value))

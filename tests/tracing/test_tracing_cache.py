@@ -213,14 +213,16 @@ def test_shared_modules_are_found_under_all_their_names(x):
 
 
 def test_a_cache_keeps_no_model_alive(net, x):
-    gc.disable()
-    try:
+    def traced():
         model = Envoy(nn.Sequential(nn.Linear(3, 3)))
         with model.trace(x) as tracer:
             cache = tracer.cache()
-        gone = weakref.ref(model.module[0])
-        del model
-        assert gone() is None
+        return cache, weakref.ref(model.module[0])
+
+    gc.disable()
+    try:
+        cache, gone = traced()
+        assert gone() is None, gc.get_referrers(gone())
         assert isinstance(cache, CacheView)
         assert cache["model.0"].output.shape == (4, 3)
     finally:
