@@ -205,7 +205,9 @@ def interrupted(net, situation, at) -> tuple[bool, str]:
     except KeyboardInterrupt:
         pass
     after = left(net)
-    after["files"] = max(after["files"], before["files"])  # garbage of earlier tests may have been closed meanwhile
+    after["files"] = max(
+        after["files"], before["files"]
+    )  # garbage of earlier tests may have been closed meanwhile
     assert after == before, f"Ctrl-C at instruction {at}, {interrupt.where}"
     return len(interrupt.met) < at, interrupt.where
 
