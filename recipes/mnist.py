@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from softs_lightning.recipes.digits import UNLABELLED, Classifier
 from softs_lightning.recipes.fashion import FashionMNIST, Source
+from softs_lightning.recipes.self_distillation import moved
 
-__all__ = ["MNIST", "Perceptron", "moved"]
+__all__ = ["MNIST", "Perceptron"]
 
 
 class MNIST(FashionMNIST):
@@ -22,23 +23,6 @@ class MNIST(FashionMNIST):
     """
 
     source = Source("MNIST", "mnist", Path("MNIST/raw"))
-
-
-def moved(image: Tensor, most: int) -> Tensor:
-    """Each image `(batch, channels, height, width)` moved by up to `most` pixels both ways; what comes in is black."""
-    if most == 0:
-        return image
-    batch, _, height, width = image.shape
-    padded = F.pad(image, (most,) * 4)
-    down, right = torch.randint(2 * most + 1, (2, batch, 1, 1, 1), device=image.device)
-    rows = down + torch.arange(height, device=image.device).view(1, 1, -1, 1)
-    columns = right + torch.arange(width, device=image.device).view(1, 1, 1, -1)
-    return padded[
-        torch.arange(batch, device=image.device).view(-1, 1, 1, 1),
-        torch.arange(image.shape[1], device=image.device).view(1, -1, 1, 1),
-        rows,
-        columns,
-    ]
 
 
 class Perceptron(Classifier):
@@ -83,7 +67,7 @@ class Perceptron(Classifier):
         return scores
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        scores = self(moved(batch["image"], self.jitter))
+        scores = self(moved(batch["image"], pixels=self.jitter))
         loss = F.cross_entropy(scores, batch["label"], ignore_index=UNLABELLED, reduction="sum")
         loss = loss / (batch["label"] != UNLABELLED).sum().clamp(min=1)
         self.log("train_loss", loss)

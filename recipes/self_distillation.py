@@ -17,6 +17,8 @@ def moved(image: Tensor, *, pixels: int = 1) -> Tensor:
     >>> moved(torch.ones(2, 1, 4, 4), pixels=0).sum().item()
     32.0
     """
+    if pixels == 0:
+        return image
     size = 2 * pixels + 1
     height, width = image.shape[-2:]
     padded = F.pad(image, (pixels,) * 4)

@@ -57,11 +57,10 @@ def try_loss(
     with ExitStack() as stack:
         stack.enter_context(isolate_rng(include_cuda=False))
         stack.enter_context(torch.no_grad())
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         if not small:
-            stack.enter_context(mode)
-        mine = [_stand_in(value, value if small else None) for value in ours]
-        its = [_stand_in(value, None) for value in theirs]
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mine = list(ours) if small else [_stand_in(value) for value in ours]
+        its = [_stand_in(value) for value in theirs]
         try:
             bound = BoundPair(pair, *(_sizes(pair, side) for side in (mine, its)))
             bound.set_to(0, 0)
@@ -76,8 +75,8 @@ def try_loss(
     return None
 
 
-def _stand_in(value: Any, real: Any) -> Any:
-    if real is not None or not isinstance(value, Tensor):
+def _stand_in(value: Any) -> Any:
+    if not isinstance(value, Tensor):
         return value
     if value.is_floating_point():
         return torch.randn(value.shape, dtype=value.dtype)

@@ -37,12 +37,6 @@ class InterleavingTracer(Capturing):
         kwargs: the arguments of the call.
     """
 
-    _run: Run | None = None
-    _standing: Interposed | None = None
-    _outer: tuple[Any, Any] | None = (
-        None  # what was active around, while the body runs that registers invokes
-    )
-
     def __init__(
         self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
     ) -> None:

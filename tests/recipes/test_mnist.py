@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from softs_lightning.cli import main
 from softs_lightning.config import Refusal
-from softs_lightning.recipes.mnist import MNIST, Perceptron, moved
+from softs_lightning.recipes.mnist import MNIST, Perceptron
+from softs_lightning.recipes.self_distillation import moved
 from tests.recipes.test_fashion import write_idx
 
 
@@ -35,12 +36,12 @@ def test_every_image_is_moved_by_itself_and_as_a_whole() -> None:
     image = torch.rand(64, 1, 6, 5)
     most = 2
     found: set[tuple[int, int]] = set()
-    for one, out in zip(image, moved(image, most), strict=True):
+    for one, out in zip(image, moved(image, pixels=most), strict=True):
         shifts = [(i, j) for i in range(-most, most + 1) for j in range(-most, most + 1)]
         (shift,) = [s for s in shifts if torch.equal(out, shifted(one, *s))]
         found.add(shift)
     assert len(found) > 15
-    assert moved(image, 0) is image
+    assert moved(image, pixels=0) is image
 
 
 def shifted(image: Tensor, down: int, right: int) -> Tensor:
