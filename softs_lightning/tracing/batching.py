@@ -97,6 +97,11 @@ class RowRange:
             value,
         )
 
+    def versions(self, value: Any) -> list[int]:
+        """How often the tensors in a view of these rows were changed in place; those of inference do not tell."""
+        tensors = (each for each in leaves(value) if isinstance(each, torch.Tensor))
+        return [each._version for each in tensors if not each.is_inference()]
+
     def check(self, value: Any, whole: Any) -> None:
         """Raise ValueError unless ``value`` fits these rows of ``whole``."""
 

@@ -36,16 +36,18 @@ _UNSET = object()
 
 
 class Scope(dict[str, Any]):
-    """The names of one block: a snapshot of what it uses, then whatever it assigns.
+    """The names of one block: a snapshot of the variables that it uses, then whatever it assigns.
 
     It serves as the globals of the block's code, so that functions and comprehensions in the block see its
-    names; what is not in it comes from the globals around the block. Blocks of one run that stand in the same
-    frame are siblings: what one assigns, the others see, unless they assigned that name themselves.
+    names; what is not in it comes from the globals around the block, as they are then. Blocks of one run that
+    stand in the same frame are siblings: what one assigns, the others see, unless they assigned that name
+    themselves.
     """
 
     def __init__(self, frame: FrameType, names: frozenset[str], save: Callable[[Any], Any]) -> None:
         self.around, self.local = around, local = frame.f_globals, frame.f_locals
-        self.given = given = {name: local[name] for name in names if name in local}
+        module = local is around and not isinstance(around, Scope)  # its functions assign to it, too
+        self.given = given = {} if module else {name: local[name] for name in names if name in local}
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
             # A class body does not list what it takes from the function around it.
             outer = frame.f_back.f_locals

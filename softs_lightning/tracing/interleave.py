@@ -5,6 +5,8 @@ block has something to do at that location.
 """
 
 import itertools
+import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +30,7 @@ class Run:
 
     Args:
         workers: the blocks, in the order in which they are served where several wait for the same thing.
-        members: ids of the modules that report their visits, to 0 visits each.
+        members: ids of the modules that report their visits, to 0 visits each: how many have begun.
         saves: the values to keep.
         name_of: the name of a location, for messages.
         ambient: a context manager to run each block in.
@@ -53,7 +55,9 @@ class Run:
         ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.workers = workers
-        self.begun, self.ended = members, dict(members)
+        self.begun = members
+        self.running: dict[tuple[int, int], None] = {}  # (module, number) of visits, in the order of their begin
+        self.failed: dict[tuple[int, int], str] = {}  # such visits, to the error that they raised
         self.saves = saves
         self.name_of = name_of
         self.ambient = ambient
@@ -63,6 +67,7 @@ class Run:
         self.observers: list[Recorder] = []
         self.baton = Baton()  # this thread's, to take back from the block that was given its own
         self.outer = ACTIVE.run
+        self.process = os.getpid()
 
     # On the model's thread.
 
@@ -87,8 +92,11 @@ class Run:
                 self._go_on()
             value = None
         except BaseException as error:
-            if self.unwind is None or not _arose_from(error, self.unwind):
+            if self.unwind is None or not (error is self.unwind or isinstance(error, Exception)):
                 raise
+            # The model may have caught what left it, and raise something else in its place.
+            if self.failure is None and not _arose_from(error, self.unwind):
+                warnings.warn(f"the model raised {error!r} after it was left by tracer.stop()", stacklevel=2)
         self.finished = self.over = True
         self._end_loops()
         self._unreached()
@@ -112,7 +120,7 @@ class Run:
         self.workers, self.observers = [], []
         self.waiting.clear()
         self.ready.clear()
-        self.event = self.stopper = self.unwind = None  # whose traceback leads back here
+        self.event = self.stopper = self.unwind = self.failure = None  # whose traceback leads back here
 
     def visit(
         self, module: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,23 +129,30 @@ class Run:
         number = self.begun[module]
         self.begun[module] = number + 1
         self.last = module
+        visit = module, number
+        self.running[visit] = None
         event: Event | None = None
         tokens: Sequence[Any] = ()
-        if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
-            event = self._pause((module, ENTRY, number), (args, kwargs))
-            args, kwargs = event.value
-            tokens = [each.entered(module, event.value) for each in self.observers]
-            self._leave()
-        skipped = event is not None and event.skips
-        value = self._skipped(skipped) if skipped else forward(*args, **kwargs)
-        self.last = -module
-        if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
-            value = self._pause((module, OUTPUT, number), value).value
-            for observer, token in itertools.zip_longest(self.observers, tokens):
-                observer.left(module, value, token)
-            self._leave()
-        self.ended[module] = number + 1
-        return value
+        try:
+            if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
+                event = self._pause((module, ENTRY, number), (args, kwargs))
+                args, kwargs = event.value
+                tokens = [each.entered(module, event.value) for each in self.observers]
+                self._leave()
+            skipped = event is not None and event.skips
+            value = self._skipped(skipped) if skipped else forward(*args, **kwargs)
+            self.last = -module
+            if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
+                value = self._pause((module, OUTPUT, number), value).value
+                for observer, token in itertools.zip_longest(self.observers, tokens):
+                    observer.left(module, value, token)
+                self._leave()
+            return value
+        except BaseException as error:
+            self.failed[visit] = type(error).__name__
+            raise
+        finally:
+            del self.running[visit]
 
     def _leave(self) -> None:
         """Leave the model, if a block said so."""
@@ -197,15 +212,16 @@ class Run:
             self.event.settle()  # it sees what blocks with rows of their own wrote up to now
         try:
             if worker.thread is not None:
-                worker.baton.give()
+                worker.go_on()
                 self.baton.take()
             elif not worker.serve(save):
                 worker.start()
                 self.baton.take()
         except BaseException as interruption:  # Ctrl-C, perhaps while the block had the baton
-            if worker.end(type(interruption)) and worker.thread is not None:
-                self.baton.close()
-                self.baton.open()  # without what the block gave when it ended: the model may go on
+            worker.end(type(interruption))
+            if self.failure is None:
+                self.failure = interruption  # also if the model catches it, this trace was cut short
+                self._unwind()
             raise
         if worker.error is not None:
             failure, worker.error = worker.error, None
@@ -270,13 +286,13 @@ class Run:
             raise ValueError(f"{name} belongs to no module of the model that is being traced")
         if self.over or (self.finished and module != RESULT):
             raise self._missed(place, name)
-        if module != RESULT and number < (self.begun if kind == ENTRY else self.ended)[module]:
-            raise self._missed(place, name)
+        if module != RESULT and number < self.begun[module]:
+            if kind == ENTRY or (module, number) not in self.running:
+                raise self._missed(place, name)
 
     def around(self, place: Place) -> tuple[int, ...]:
-        """The module of ``place``, and those running around it that have been visited as often."""
-        inside = [each for each, begun in self.begun.items() if begun == place[2] + 1 > self.ended[each]]
-        return (*inside, place[0])
+        """The modules running around ``place`` that have been visited as often, and its own."""
+        return (*(module for module, number in self.running if number == place[2]), place[0])
 
     def observe(self, observer: "Recorder") -> None:
         """Show ``observer`` every visit from now on."""
@@ -290,7 +306,7 @@ class Run:
         self._unwind()
 
     def _missed(self, place: Place, name: str) -> OutOfOrderError:
-        module, _, number = place
+        module, kind, number = place
         visits = self.begun.get(module, 0)
         last, hint = "no module was reached", ""
         if self.last:
@@ -300,6 +316,8 @@ class Run:
             how = "asked for after tracer.stop()"
         elif module == RESULT:
             how = "asked for, but the traced call has not returned"
+        elif kind == OUTPUT and (module, number) in self.failed:
+            how = f"not reached, because that visit raised {self.failed[module, number]}"
         elif number < visits:
             how = "asked for after the run had passed it"
             hint = "; ask for locations in the order in which the model reaches them, and keep what you read"
@@ -312,9 +330,13 @@ class Run:
 
 
 def _arose_from(error: BaseException, signal: BaseException) -> bool:
-    link: BaseException | None = error
+    links: list[BaseException | None] = [error]
     seen: set[int] = set()  # a model may raise exceptions that arose from each other
-    while link is not None and link is not signal and id(link) not in seen:
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return link is signal
+    while links:
+        link = links.pop()
+        if link is signal:
+            return True
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            links += link.__cause__, link.__context__
+    return False

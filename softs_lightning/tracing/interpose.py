@@ -2,16 +2,20 @@
 eager execution of what is compiled, and ``Tensor.save`` while a block has a thread.
 """
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from softs_lightning.tracing.saving import save
 from softs_lightning.tracing.worker import ACTIVE
+
+if TYPE_CHECKING:
+    from softs_lightning.tracing.interleave import Run
 
 __all__ = ["Interposed"]
 
@@ -26,28 +30,38 @@ class _Forward:
     """Stands in a module's ``__dict__`` for its forward, while any trace on any thread covers the module.
 
     Calls from a thread that is not running a traced model go straight through; so do those of blocks, which
-    apply modules without visiting them.
+    apply modules without visiting them. A trace that the model itself makes is part of what the model does: its
+    run is nearer to the forward than the one around.
     """
 
     __slots__ = ("__wrapped__", "key", "own", "users")
 
-    def __init__(self, module: nn.Module, user: "Interposed") -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.key = id(module)
-        self.users = [user]
+        self.users: list[Run] = []
         self.own = "forward" in module.__dict__
         self.__wrapped__: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = ACTIVE.run
-        if run is None or self.key not in run.begun:
-            return self.__wrapped__(*args, **kwargs)
-        return run.visit(self.key, self.__wrapped__, args, kwargs)
+        run, forward = ACTIVE.run, self.__wrapped__
+        # Asked of the stand-in, not of the run: the model may have kept one that an earlier trace has left.
+        while run is not None:
+            if run in self.users:
+                if run.outer is None:
+                    return run.visit(self.key, forward, args, kwargs)
+                forward = functools.partial(_visited, run, self.key, forward)
+            run = run.outer
+        return forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model, made in a block, gets the forward itself
         return _itself, (self.__wrapped__,)
 
     def __getattr__(self, name: str) -> Any:  # __self__, __func__, __name__, ...: as of the forward
         return getattr(self.__wrapped__, name)
+
+
+def _visited(run: "Run", key: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return run.visit(key, forward, args, kwargs)
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,11 +74,15 @@ class Interposed:
     `remove` takes away whatever `put` has put so far; it may be repeated.
     """
 
+    run: "Run | None" = None
+
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
+        self._put: list[tuple[dict[str, Any], _Forward]] = []
 
-    def put(self) -> None:
+    def put(self, run: "Run") -> None:
         with _lock:
+            self.run = run
             _traces.add(self)
             # Compiled code was traced without the stand-ins. If dynamo was never loaded, nothing is compiled.
             if not _stances and (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
@@ -73,10 +91,10 @@ class Interposed:
             for module in self._modules:
                 slots = module.__dict__
                 forward = slots.get("forward")
-                if type(forward) is _Forward:
-                    forward.users.append(self)
-                else:
-                    slots["forward"] = _Forward(module, self)
+                standing = forward if type(forward) is _Forward else _Forward(module)
+                self._put.append((slots, standing))
+                standing.users.append(run)
+                slots["forward"] = standing
 
     def saveable(self) -> None:
         """From now on, ``tensor.save()`` is `save` in functions that a block calls, too."""
@@ -93,15 +111,11 @@ class Interposed:
                 _lock.release()
 
     def _remove(self) -> None:
-        for module in self._modules:
-            slots = module.__dict__
-            forward = slots.get("forward")
-            if type(forward) is not _Forward:  # the model replaced it during the run: that is its to keep
+        for slots, forward in self._put:
+            forward.users[:] = [each for each in forward.users if each is not self.run]
+            if forward.users or slots.get("forward") is not forward:  # what the model put there is its to keep
                 continue
-            users = forward.users
-            if len(users) > 1 or users[0] is not self:
-                users[:] = [each for each in users if each is not self]
-            elif forward.own:
+            if forward.own:
                 slots["forward"] = forward.__wrapped__
             else:
                 del slots["forward"]
@@ -112,3 +126,4 @@ class Interposed:
             sys.modules["torch._dynamo.eval_frame"]._set_stance(_stances[0])
             _stances.clear()
         _traces.discard(self)
+        self._put, self._modules, self.run = [], (), None  # whose way to set up a block's thread leads back here

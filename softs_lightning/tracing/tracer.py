@@ -336,7 +336,7 @@ class InterleavingTracer(Capturing):
         )
         for recorder in self._caches:
             run.observe(recorder)
-        standing.put()
+        standing.put(run)
         try:
             run.drive(functools.partial(_called, call, *inputs))
         finally:

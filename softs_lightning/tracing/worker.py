@@ -5,6 +5,7 @@ Exactly one of the threads of a run is running at any time: whoever gives the ba
 
 import contextvars
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -61,12 +62,13 @@ def current_worker(what: str) -> "Worker":
 class Event:
     """The model, paused at a place, and the value there."""
 
-    __slots__ = ("place", "skippers", "skips", "value", "views", "writes")
+    __slots__ = ("place", "skippers", "skips", "stale", "value", "views", "writes")
 
     def __init__(self, place: Place, value: Any) -> None:
         self.place, self.value = place, value
         self.views: dict[Worker, Any] = {}  # what blocks see that have rows of their own
         self.writes: list[tuple[Worker, Any]] = []  # to such rows
+        self.stale: list[tuple[RowRange, Any, list[int]]] = []  # views that are part of the whole no more
         self.skips: dict[Worker, Any] = {}
         self.skippers: list[Worker] = []  # wait to hear whether all rows skip
 
@@ -83,13 +85,21 @@ class Event:
         Not before somebody has to see the whole: until then, what a block holds of its rows is part of it, and
         what the block changes there in place counts.
         """
+        if any(rows.versions(view) != before for rows, view, before in self.stale):
+            raise ValueError(
+                "a block changed its rows in place that it had read or assigned before a block of all "
+                "rows saw them put together, so the change would be lost; read them again, or assign them"
+            )
         if not self.writes:
             return
         for worker, value in self.writes:
             assert worker.rows is not None
             self.value = worker.rows.widen(self.value, value)
+        for worker, view in self.views.items():  # they are of what the whole was made from
+            assert worker.rows is not None
+            self.stale.append((worker.rows, view, worker.rows.versions(view)))
         self.writes.clear()
-        self.views.clear()  # they are of what the whole was made from
+        self.views.clear()
 
 
 class Worker:
@@ -267,6 +277,19 @@ class Worker:
         self.at = self.body.rest
         return False
 
+    def go_on(self) -> None:
+        """Hand the baton over.
+
+        Raises:
+            RuntimeError: in a process that was forked meanwhile, where the thread is not.
+        """
+        if os.getpid() != self.run.process:
+            raise RuntimeError(
+                "the process was forked while a block waited for its model, and the block is not in the forked one: "
+                "have the model start its processes by spawn, or before the trace"
+            )
+        self.baton.give()
+
     def start(self) -> None:
         """Start the thread, with the baton: another hand-over would cost as much as the start itself."""
         self.waits_for = self.waits = None
@@ -288,12 +311,13 @@ class Worker:
         until = time.monotonic() + 0.5
         while not self.entered:  # Ctrl-C came while the thread was being started, or before
             if time.monotonic() > until:
+                getattr(threading, "_limbo", {}).pop(self.thread, None)  # where Ctrl-C in its `start` left it
                 self.thread = None  # it never was; if it was, it finds that it is to end
                 return True
             time.sleep(0.001)
         if self.alive and self.waits is None and interruption is not None:
             self.interrupt(interruption)
-        elif self.alive:
+        elif self.alive and self.thread.is_alive():  # not in a forked process, which would give it to the first
             self.baton.give()
         self.thread.join(self.patience)
         if self.thread.is_alive():
@@ -310,7 +334,15 @@ class Worker:
         """Raise ``kind`` in the block's thread."""
         assert self.thread is not None
         ident = ctypes.c_ulong(self.thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(kind))
+        until = time.monotonic() + 0.5
+        # Up to Python 3.11, a thread that is being started goes by the number of the one that starts it, and would
+        # meet the exception in its place.
+        while True:
+            with threading._active_limbo_lock:  # type: ignore[attr-defined]
+                if not threading._limbo or time.monotonic() > until:  # type: ignore[attr-defined]
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(kind))
+                    return
+            time.sleep(0.001)
 
     def close(self) -> bool:
         """End it and let go of everything; whether its thread has ended. May be repeated."""

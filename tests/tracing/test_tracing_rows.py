@@ -137,13 +137,52 @@ class Circular(nn.Module):
             raise first  # noqa: B904
 
 
-def test_exceptions_that_arose_from_each_other_come_out(x):
+def test_exceptions_that_arose_from_each_other_are_followed_to_their_end(x):
     model = Envoy(Circular())
 
-    def traced():
-        with model.trace(x) as tracer:
-            model.layer.output.sum()
-            tracer.stop()
+    with model.trace(x) as tracer:  # what the model made of being left is no error of it
+        total = model.layer.output.sum().save()
+        tracer.stop()
+    assert torch.equal(total, model.module.layer(x).sum())
 
-    with pytest.raises(ValueError, match="one"):
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_rows_changed_in_place_after_the_whole_was_put_together_are_not_lost(model, x, assigns):
+    def traced():
+        with model.trace() as tracer:
+            looked = tracer.barrier(3)
+            with tracer.invoke(x[:2]):
+                mine = model[0].output
+                if assigns:
+                    model[0].output = mine = mine * 2
+                looked()
+                mine[:] = 7
+            with tracer.invoke(x[2:]):
+                model[0].output = torch.zeros(3, 8)
+                looked()
+            with tracer.invoke():
+                model[0].output.sum()
+                looked()
+
+    with pytest.raises(ValueError, match="changed its rows in place"):
         traced()
+
+
+def test_rows_read_again_after_the_whole_was_put_together_can_be_changed(model, x):
+    with model.trace() as tracer:
+        looked = tracer.barrier(3)
+        with tracer.invoke(x[:2]):
+            model[0].output.sum()
+            looked()
+            model[0].output[:] = 7
+        with tracer.invoke(x[2:]):
+            model[0].output = torch.zeros(3, 8)
+            looked()
+        with tracer.invoke():
+            model[0].output.sum()
+            looked()
+            model[0].output[:, 1] = 5
+            whole = model[0].output.save()
+    expected = torch.tensor([[7.0] * 8] * 2 + [[0.0] * 8] * 3)
+    expected[2:, 1] = 5  # the block that comes last to the barrier goes on first
+    assert torch.equal(whole, expected)

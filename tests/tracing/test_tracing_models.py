@@ -1,0 +1,308 @@
+"""Models that do unusual things while they are traced: call themselves, fail and try again, wrap, trace, fork."""
+
+# ruff: noqa: PT012 (a trace is a with statement with a body)
+
+import contextlib
+import functools
+import os
+import runpy
+
+import pytest
+import torch
+from torch import nn
+
+from softs_lightning.tracing import Envoy, OutOfOrderError, save
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(5, 4)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, depth=2):
+        x = self.layer(x)
+        return 2 * (self(x, depth - 1) if depth else x)
+
+
+def test_each_visit_of_a_module_within_itself_has_its_output(x):
+    net = Recursive()
+    model = Envoy(net)
+    outputs = []
+    with model.trace(x) as tracer:
+        first = model.layer.output.save()
+        for number in (2, 1, 0):  # the innermost returns first
+            for _ in tracer.iter[number]:
+                outputs.append(save(model.output))
+        again = model.output.save()
+    h1 = net.layer(x)
+    h3 = net.layer(net.layer(h1))
+    assert torch.equal(first, h1)
+    assert [torch.equal(each, h3 * 2**n) for n, each in enumerate(outputs, 1)] == [True] * 3
+    assert torch.equal(again, net(x))
+
+
+def test_an_output_of_a_module_within_itself_can_come_too_late(x):
+    model = Envoy(Recursive())
+    with pytest.raises(OutOfOrderError, match=r"model.output \(visit 2\) was asked for after the run had passed"):
+        with model.trace(x) as tracer:
+            for _ in tracer.iter[1]:
+                model.output.sum()
+            for _ in tracer.iter[2]:
+                model.output.sum()
+
+
+class Retrying(nn.Module):
+    """Goes on with the next try when its layer fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with contextlib.suppress(RuntimeError):
+            self.layer(x[:, :3])
+        return self.last(self.layer(x))
+
+
+def test_a_visit_that_raised_has_no_output_and_the_next_one_has(x):
+    net = Retrying()
+    model = Envoy(net)
+    with model.trace(x) as tracer:
+        narrow = model.layer.input.save()
+        for _ in tracer.iter[1]:
+            hidden = model.layer.output.save()
+    assert narrow.shape == (5, 3)
+    assert torch.equal(hidden, net.layer(x))
+    with pytest.raises(OutOfOrderError, match="model.layer.output was not reached, because that visit raised Run"):
+        with model.trace(x):
+            model.layer.output.sum()
+
+
+class Wrapping(nn.Module):
+    """Puts something around the forward of its layer when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def counted(self, forward, x):
+        self.calls += 1
+        return forward(x)
+
+    def forward(self, x):
+        if not self.calls:
+            self.layer.forward = functools.partial(self.counted, self.layer.forward)
+        return self.layer(x)
+
+
+def test_a_forward_that_the_model_wrapped_is_visited_once_by_later_traces(x):
+    net = Wrapping()
+    model = Envoy(net)
+    for calls in (1, 2, 3):
+        with model.trace(x) as tracer:
+            cache = tracer.cache(modules=["layer"])
+            model.layer.output[:] = calls
+        assert len(cache["model.layer"]) == 1
+        assert (cache["model.layer"].output == calls).all()
+        assert net.calls == calls
+    assert torch.equal(net(x), nn.functional.linear(x, net.layer.weight, net.layer.bias))
+    assert isinstance(net.layer.__dict__["forward"], functools.partial)  # it was the model's to keep
+
+
+class Replacing(nn.Module):
+    """Keeps the forward of its layer in one call and puts it back in the next."""
+
+    kept = None
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept, self.layer.forward = self.layer.forward, torch.tanh
+        else:
+            self.layer.forward = self.kept
+        return self.layer(x)
+
+
+def test_a_forward_that_the_model_puts_back_later_is_the_modules_own(x):
+    net = Replacing()
+    model = Envoy(net)
+    outputs = []
+    for _ in range(3):
+        with model.trace(x):
+            outputs.append(save(model.output))
+    assert torch.equal(outputs[0], torch.tanh(x))
+    assert torch.equal(outputs[2], nn.functional.linear(x, net.layer.weight, net.layer.bias))
+    assert "forward" not in net.layer.__dict__
+
+
+class Tracing(nn.Module):
+    """Traces its own part."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):
+        part = Envoy(self.part)
+        with part.trace(x):
+            part[0].output[:] += 1
+            result = part.output.save()
+        return 3 * result
+
+
+def test_a_trace_sees_what_happens_in_a_trace_that_the_model_makes(x):
+    net = Tracing()
+    model = Envoy(net)
+    with model.trace(x) as tracer:
+        cache = tracer.cache()
+        given = model.part[0].input.save()
+        changed = model.part[0].output.clone().save()
+        model.part[1].output[:, 0] = 7
+        result = model.output.save()
+    expected = nn.functional.linear(x, net.part[0].weight, net.part[0].bias) + 1
+    assert torch.equal(given, x)
+    assert torch.equal(changed, expected)  # by the trace of the model, which is part of what the model does
+    assert torch.equal(result[:, 1:], 3 * expected.relu()[:, 1:])
+    assert (result[:, 0] == 21).all()
+    assert cache.keys() == ["model.part.0", "model.part.1", "model.part", "model"]
+    assert [len(cache[path]) for path in cache] == [1, 1, 1, 1]
+    assert not any("forward" in each.__dict__ for each in net.modules())
+
+
+def test_a_trace_around_one_of_the_model_can_stop_in_it(x):
+    net = Tracing()
+    model = Envoy(net)
+    with model.trace(x) as tracer:
+        hidden = model.part[0].output.save()
+        tracer.stop()
+    assert torch.equal(hidden, nn.functional.linear(x, net.part[0].weight, net.part[0].bias) + 1)
+    assert not any("forward" in each.__dict__ for each in net.modules())
+
+
+class Stubborn(nn.Module):
+    """Raises an error of its own, whatever leaves its layer."""
+
+    def __init__(self, error, cause=None):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.error, self.cause = error, cause
+
+    def forward(self, x):
+        try:
+            return self.layer(x)
+        except BaseException:
+            if self.cause is not None:
+                raise self.error from self.cause
+        raise self.error
+
+
+@pytest.mark.parametrize("cause", [None, KeyError("for another reason")])
+def test_an_error_of_a_block_is_not_hidden_by_what_the_model_makes_of_it(x, cause):
+    model = Envoy(Stubborn(RuntimeError("the model's"), cause))
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(x):
+            model.layer.output.sum() / (1 / 0)
+
+
+def stopped(net, x):
+    model = Envoy(net)
+    with model.trace(x) as tracer:
+        hidden = model.layer.output.save()
+        tracer.stop()
+    return hidden
+
+
+def test_what_the_model_makes_of_being_stopped_is_no_error(x):
+    net = Stubborn(RuntimeError("the model's"), KeyError("for another reason"))
+    assert torch.equal(stopped(net, x), net.layer(x))
+
+
+def test_an_error_that_did_not_come_from_being_stopped_is_said(x):
+    net = Stubborn(RuntimeError("the model's"))
+    with pytest.warns(UserWarning, match="the model raised RuntimeError.*after it was left by tracer.stop"):
+        hidden = stopped(net, x)
+    assert torch.equal(hidden, net.layer(x))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_ctrl_c_as_the_model_is_left_comes_out(x, error):
+    net = Stubborn(error, KeyError("for another reason"))
+    with pytest.raises(type(error)):
+        stopped(net, x)
+    assert not any("forward" in each.__dict__ for each in net.modules())
+
+
+class Forking(nn.Module):
+    """Another process calls its last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                self.last(x)
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        self.status = os.waitpid(child, 0)[1]
+        return self.last(x)
+
+
+def test_a_forked_process_says_that_it_has_no_blocks(x):
+    net = Forking()
+    model = Envoy(net)
+    with model.trace(x):
+        hidden = (model.first.output * 1).save()  # on a thread, which another process has not
+        result = model.last.output.save()
+    assert net.status == 0
+    assert torch.equal(result, net.last(hidden))
+
+
+GLOBALS = """
+import torch
+from softs_lightning.tracing import Envoy, save
+
+count, seen = 0, []
+model = Envoy(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+
+def counted(value):
+    global count
+    count += 1
+    return value
+
+with model.trace(torch.ones(1, 4)):
+    counted(model[0].input)
+    counted(model[0].output)
+    seen.append(count)
+    later = save(count)
+
+with model.trace() as tracer:
+    for _ in range(2):
+        with tracer.invoke(torch.ones(1, 4)):
+            counted(model[0].output)
+            seen.append(count)
+"""
+
+
+def test_a_block_of_a_script_sees_what_functions_do_to_its_globals(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GLOBALS)
+    found = runpy.run_path(str(script))
+    assert (found["seen"], found["later"], found["count"]) == ([2, 3, 4], 2, 4)
