@@ -56,7 +56,9 @@ class Run:
     ) -> None:
         self.workers = workers
         self.begun = members
-        self.running: dict[tuple[int, int], None] = {}  # (module, number) of visits, in the order of their begin
+        self.running: dict[
+            tuple[int, int], None
+        ] = {}  # (module, number) of visits, in the order of their begin
         self.failed: dict[tuple[int, int], str] = {}  # such visits, to the error that they raised
         self.saves = saves
         self.name_of = name_of
@@ -286,9 +288,9 @@ class Run:
             raise ValueError(f"{name} belongs to no module of the model that is being traced")
         if self.over or (self.finished and module != RESULT):
             raise self._missed(place, name)
-        if module != RESULT and number < self.begun[module]:
-            if kind == ENTRY or (module, number) not in self.running:
-                raise self._missed(place, name)
+        begun = module != RESULT and number < self.begun[module]
+        if begun and (kind == ENTRY or (module, number) not in self.running):
+            raise self._missed(place, name)
 
     def around(self, place: Place) -> tuple[int, ...]:
         """The modules running around ``place`` that have been visited as often, and its own."""

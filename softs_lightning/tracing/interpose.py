@@ -113,7 +113,9 @@ class Interposed:
     def _remove(self) -> None:
         for slots, forward in self._put:
             forward.users[:] = [each for each in forward.users if each is not self.run]
-            if forward.users or slots.get("forward") is not forward:  # what the model put there is its to keep
+            if (
+                forward.users or slots.get("forward") is not forward
+            ):  # what the model put there is its to keep
                 continue
             if forward.own:
                 slots["forward"] = forward.__wrapped__
@@ -126,4 +128,8 @@ class Interposed:
             sys.modules["torch._dynamo.eval_frame"]._set_stance(_stances[0])
             _stances.clear()
         _traces.discard(self)
-        self._put, self._modules, self.run = [], (), None  # whose way to set up a block's thread leads back here
+        self._put, self._modules, self.run = (
+            [],
+            (),
+            None,
+        )  # whose way to set up a block's thread leads back here

@@ -317,7 +317,9 @@ class Worker:
             time.sleep(0.001)
         if self.alive and self.waits is None and interruption is not None:
             self.interrupt(interruption)
-        elif self.alive and self.thread.is_alive():  # not in a forked process, which would give it to the first
+        elif (
+            self.alive and self.thread.is_alive()
+        ):  # not in a forked process, which would give it to the first
             self.baton.give()
         self.thread.join(self.patience)
         if self.thread.is_alive():

@@ -51,12 +51,16 @@ def test_each_visit_of_a_module_within_itself_has_its_output(x):
 
 def test_an_output_of_a_module_within_itself_can_come_too_late(x):
     model = Envoy(Recursive())
-    with pytest.raises(OutOfOrderError, match=r"model.output \(visit 2\) was asked for after the run had passed"):
-        with model.trace(x) as tracer:
-            for _ in tracer.iter[1]:
-                model.output.sum()
-            for _ in tracer.iter[2]:
-                model.output.sum()
+    with (
+        pytest.raises(
+            OutOfOrderError, match=r"model.output \(visit 2\) was asked for after the run had passed"
+        ),
+        model.trace(x) as tracer,
+    ):
+        for _ in tracer.iter[1]:
+            model.output.sum()
+        for _ in tracer.iter[2]:
+            model.output.sum()
 
 
 class Retrying(nn.Module):
@@ -81,9 +85,13 @@ def test_a_visit_that_raised_has_no_output_and_the_next_one_has(x):
             hidden = model.layer.output.save()
     assert narrow.shape == (5, 3)
     assert torch.equal(hidden, net.layer(x))
-    with pytest.raises(OutOfOrderError, match="model.layer.output was not reached, because that visit raised Run"):
-        with model.trace(x):
-            model.layer.output.sum()
+    with (
+        pytest.raises(
+            OutOfOrderError, match=r"model.layer.output was not reached, because that visit raised Run"
+        ),
+        model.trace(x),
+    ):
+        model.layer.output.sum()
 
 
 class Wrapping(nn.Module):
@@ -210,9 +218,8 @@ class Stubborn(nn.Module):
 @pytest.mark.parametrize("cause", [None, KeyError("for another reason")])
 def test_an_error_of_a_block_is_not_hidden_by_what_the_model_makes_of_it(x, cause):
     model = Envoy(Stubborn(RuntimeError("the model's"), cause))
-    with pytest.raises(ZeroDivisionError):
-        with model.trace(x):
-            model.layer.output.sum() / (1 / 0)
+    with pytest.raises(ZeroDivisionError), model.trace(x):
+        model.layer.output.sum() / (1 / 0)
 
 
 def stopped(net, x):
