@@ -5,15 +5,19 @@ as the batch; every other tensor is shared and seen whole. So is a tensor that a
 such as (sequence, batch, width), or with more rows than the batch has (beams).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Inputs", "RowRange", "join", "leaves", "map_tensors", "rows_of", "tokenized"]
+from softs_lightning.transfer import iter_tensors, map_tensors
+
+__all__ = ["Inputs", "RowRange", "join", "leaves", "rows_of", "tokenized"]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -22,23 +26,36 @@ _PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, 
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
-    """What is in a container, by key or index."""
+    """What is in a container, by key, index or field."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+    if isinstance(value, tuple | list | deque) and not isinstance(value, torch.Size):
         return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
     return None
 
 
 def _rebuild(like: Any, children: dict[Any, Any]) -> Any:
     """A container of the kind of ``like``, with other elements in it."""
-    if isinstance(like, Mapping):
-        return replace(like, **children) if is_dataclass(like) else type(like)(children)  # type: ignore[call-arg]
-    return type(like)(*children.values()) if hasattr(like, "_fields") else type(like)(children.values())
+    kind: Any = type(like)
+    if isinstance(like, tuple):
+        # Past a class's own __new__, which may take other arguments, but for torch's return types.
+        structure = hasattr(kind, "n_sequence_fields")
+        return kind(children.values()) if structure else tuple.__new__(kind, children.values())
+    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
+        return kind(children)
+    new = copy.copy(like)
+    for key, child in children.items():
+        if isinstance(like, Mapping | list | deque):
+            new[key] = child
+        else:
+            object.__setattr__(new, key, child)
+    return new
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in ``value`` that is not a tuple, list or mapping."""
+    """Everything in ``value`` that is not a tuple, list, mapping or dataclass."""
     children = _children(value)
     if children is None:
         yield value
@@ -61,13 +78,6 @@ def _map(function: Callable[..., Any], where: str, *values: Any) -> Any:
         for key in first
     }
     return values[0] if all(mapped[key] is first[key] for key in first) else _rebuild(values[0], mapped)
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor in it replaced."""
-    return _map(
-        lambda _, each: function(each) if isinstance(each, torch.Tensor) else each, "the value", value
-    )
 
 
 def _said(value: Any) -> str:
@@ -97,10 +107,16 @@ class RowRange:
             value,
         )
 
-    def versions(self, value: Any) -> list[int]:
-        """How often the tensors in a view of these rows were changed in place; those of inference do not tell."""
-        tensors = (each for each in leaves(value) if isinstance(each, torch.Tensor))
-        return [each._version for each in tensors if not each.is_inference()]
+    def state(self, value: Any) -> list[tuple[Any, int]]:
+        """What a view of these rows holds, and how often that was changed in place, where tensors tell."""
+        return [(each, _version(each)) for each in leaves(value)]
+
+    def changed(self, value: Any, before: list[tuple[Any, int]], *, in_place: bool) -> bool:
+        """Whether the view holds something else than ``before``, or, with ``in_place``, the same but changed."""
+        now = self.state(value)
+        if len(now) != len(before):
+            return True
+        return any(a is not b or (in_place and v != w) for (a, v), (b, w) in zip(now, before, strict=True))
 
     def check(self, value: Any, whole: Any) -> None:
         """Raise ValueError unless ``value`` fits these rows of ``whole``."""
@@ -127,8 +143,8 @@ class RowRange:
 
     def check_part(self, value: Any) -> None:
         """Raise ValueError unless every tensor in ``value`` has as many rows as this range."""
-        for each in leaves(value):
-            if isinstance(each, torch.Tensor) and not self._holds(each, self.size):
+        for each in iter_tensors(value):
+            if not self._holds(each, self.size):
                 raise ValueError(f"this block has {self.size} rows of the batch; it skips with {_said(each)}")
 
     def gather(self, parts: list[Any]) -> Any:
@@ -140,13 +156,17 @@ class RowRange:
         return _map(cat, "the value skipped with", *parts)
 
 
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
 def rows_of(inputs: Inputs) -> int:
     """How many rows an input has.
 
     Raises:
         ValueError: it holds no tensor, or tensors of different lengths.
     """
-    lengths = {each.shape[0] for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.dim()}
+    lengths = {each.shape[0] for each in iter_tensors(inputs) if each.dim()}
     if len(lengths) != 1:
         found = f"tensors of {sorted(lengths)} rows"
         if not lengths:

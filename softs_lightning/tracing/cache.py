@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from softs_lightning.names import nearest, quoted
-from softs_lightning.tracing.batching import RowRange, map_tensors
+from softs_lightning.tracing.batching import RowRange
+from softs_lightning.transfer import map_tensors
 
 __all__ = ["CacheEntry", "CacheView", "Recorder", "selected"]
 

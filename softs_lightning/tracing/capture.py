@@ -4,6 +4,7 @@ No torch here. `Capturing` is the context manager; a `Body` is what there is to 
 (`WithBody`) or a plain function (`FunctionBody`).
 """
 
+import contextlib
 import ctypes
 import inspect
 import sys
@@ -44,7 +45,8 @@ class Scope(dict[str, Any]):
     themselves.
     """
 
-    def __init__(self, frame: FrameType, names: frozenset[str], save: Callable[[Any], Any]) -> None:
+    def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
+        names = site.names
         self.around, self.local = around, local = frame.f_globals, frame.f_locals
         module = local is around and not isinstance(around, Scope)  # its functions assign to it, too
         self.given = given = {} if module else {name: local[name] for name in names if name in local}
@@ -54,8 +56,11 @@ class Scope(dict[str, Any]):
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 given[name] = outer[name]
             drop_locals(frame.f_back, outer)
-        for name in _COPIED:
-            if name in around:
+        for name in (
+            *_COPIED,
+            *site.classes.difference(given),
+        ):  # what the interpreter reads past `__missing__`
+            with contextlib.suppress(KeyError):
                 given[name] = around[name]
         given["__builtins__"] = frame.f_builtins
         given[SAVE] = save
@@ -75,6 +80,12 @@ class Scope(dict[str, Any]):
             if name not in sibling.assigned:
                 dict.__setitem__(sibling, name, value)
                 sibling.given[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self:
+            super().__delitem__(name)
+        else:
+            self.__missing__(name)  # the name of a script: from now on it is as if this had not assigned it
 
     def new(self) -> Iterator[tuple[str, Any]]:
         """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
@@ -125,7 +136,8 @@ class WithBody(Body):
         self.code: CodeType = site.code
         self.code_from = site.code_from
         self.reads, self.rest, self.own = site.reads, site.rest, site.own
-        self.scope: Scope = Scope(frame, site.names, save)
+        self.inner = site.inner
+        self.scope: Scope = Scope(frame, site, save)
 
     def run(self, start: int = 0) -> None:
         exec(self.code_from(start) if start else self.code, self.scope)
@@ -153,10 +165,13 @@ class WithBody(Body):
         if frame is not None:
             drop_locals(frame, local)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
-        # elsewhere, as a gradient hook is, goes on needing its names.
-        inside = scope.functions()
-        if inside and sys.getrefcount(scope) == _ALONE + inside:
-            scope.clear()
+        # elsewhere, as a gradient hook is, goes on needing the names that it uses.
+        if self.inner:
+            for name in [each for each in scope if each not in self.inner and not each.startswith("__")]:
+                dict.pop(scope, name)
+            inside = scope.functions()
+            if inside and sys.getrefcount(scope) == _ALONE + inside:
+                scope.clear()
 
 
 class FunctionBody(Body):
@@ -199,10 +214,8 @@ class Capturing:
     """
 
     _frame: FrameType | None = None
+    _save: Callable[[Any], Any]  # what `value.save()` calls in the body
     _keeps = False  # whether `_execute` only takes the body in, and it is released later
-
-    def _save(self, value: Any) -> Any:
-        raise NotImplementedError
 
     def _execute(self, body: Body) -> Any:
         raise NotImplementedError

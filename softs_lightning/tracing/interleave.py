@@ -132,17 +132,22 @@ class Run:
         self.begun[module] = number + 1
         self.last = module
         visit = module, number
-        self.running[visit] = None
         event: Event | None = None
         tokens: Sequence[Any] = ()
+        models = False  # whether it is the model that may raise something
         try:
+            self.running[visit] = None
             if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
                 event = self._pause((module, ENTRY, number), (args, kwargs))
                 args, kwargs = event.value
                 tokens = [each.entered(module, event.value) for each in self.observers]
                 self._leave()
-            skipped = event is not None and event.skips
-            value = self._skipped(skipped) if skipped else forward(*args, **kwargs)
+            if event is not None and event.skips:
+                value = self._skipped(event.skips)
+            else:
+                models = True
+                value = forward(*args, **kwargs)
+                models = False
             self.last = -module
             if self.attentive or (module in self.wanted and (module, OUTPUT, number) in self.waiting):
                 value = self._pause((module, OUTPUT, number), value).value
@@ -151,10 +156,14 @@ class Run:
                 self._leave()
             return value
         except BaseException as error:
-            self.failed[visit] = type(error).__name__
+            left = isinstance(error, Unwind)
+            self.failed[visit] = "was left" if left else f"raised {type(error).__name__}"
+            if not (models or left) and self.failure is None:
+                self.failure = error  # Ctrl-C: whether or not the model catches it, this trace was cut short
+                self._unwind()
             raise
         finally:
-            del self.running[visit]
+            self.running.pop(visit, None)
 
     def _leave(self) -> None:
         """Leave the model, if a block said so."""
@@ -214,16 +223,14 @@ class Run:
             self.event.settle()  # it sees what blocks with rows of their own wrote up to now
         try:
             if worker.thread is not None:
-                worker.go_on()
+                self.refuse_fork()
+                worker.baton.give()
                 self.baton.take()
             elif not worker.serve(save):
                 worker.start()
                 self.baton.take()
         except BaseException as interruption:  # Ctrl-C, perhaps while the block had the baton
             worker.end(type(interruption))
-            if self.failure is None:
-                self.failure = interruption  # also if the model catches it, this trace was cut short
-                self._unwind()
             raise
         if worker.error is not None:
             failure, worker.error = worker.error, None
@@ -277,6 +284,14 @@ class Run:
                     worker.thrown = self._missed(worker.waits_for[0], worker.waits)
                 self._resume(worker)
 
+    def refuse_fork(self) -> None:
+        """Raise RuntimeError in a process that was forked meanwhile, where the other threads are not."""
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                "the process was forked during a trace, and a block and its model can only wait for each other in the "
+                "first: start processes by spawn, or before the trace"
+            )
+
     # On a block's thread.
 
     def check(self, worker: Worker, place: Place, name: str) -> None:
@@ -319,7 +334,7 @@ class Run:
         elif module == RESULT:
             how = "asked for, but the traced call has not returned"
         elif kind == OUTPUT and (module, number) in self.failed:
-            how = f"not reached, because that visit raised {self.failed[module, number]}"
+            how = f"not reached, because that visit {self.failed[module, number]}"
         elif number < visits:
             how = "asked for after the run had passed it"
             hint = "; ask for locations in the order in which the model reaches them, and keep what you read"

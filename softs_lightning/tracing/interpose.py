@@ -2,9 +2,11 @@
 eager execution of what is compiled, and ``Tensor.save`` while a block has a thread.
 """
 
+import copy
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ _lock = threading.RLock()
 _traces: set["Interposed"] = set()
 _saving: set["Interposed"] = set()
 _stances: list[Any] = []  # of the compiler, before the first of the traces
+_NONE = nn.Module.forward  # of a module that has none of its own
 
 
 class _Forward:
@@ -34,13 +37,14 @@ class _Forward:
     run is nearer to the forward than the one around.
     """
 
-    __slots__ = ("__wrapped__", "key", "own", "users")
+    __slots__ = ("__wrapped__", "copies", "key", "own", "users")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.key = id(module)
         self.users: list[Run] = []
+        self.copies: list[weakref.ref[nn.Module]] = []  # of the module, made in a trace
         self.own = "forward" in module.__dict__
-        self.__wrapped__: Callable[..., Any] = module.forward
+        self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, forward = ACTIVE.run, self.__wrapped__
@@ -53,7 +57,13 @@ class _Forward:
             run = run.outer
         return forward(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model, made in a block, gets the forward itself
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        forward = copy.deepcopy(self.__wrapped__, memo)  # until the trace ends, a copy has its forward itself
+        if not self.own and isinstance(owner := getattr(forward, "__self__", None), nn.Module):
+            self.copies.append(weakref.ref(owner))
+        return forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.__wrapped__,)
 
     def __getattr__(self, name: str) -> Any:  # __self__, __func__, __name__, ...: as of the forward
@@ -76,11 +86,10 @@ class Interposed:
 
     run: "Run | None" = None
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self) -> None:
         self._put: list[tuple[dict[str, Any], _Forward]] = []
 
-    def put(self, run: "Run") -> None:
+    def put(self, modules: Iterable[nn.Module], run: "Run") -> None:
         with _lock:
             self.run = run
             _traces.add(self)
@@ -88,10 +97,14 @@ class Interposed:
             if not _stances and (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
                 _stances.append(frames._stance)  # torch's own way back is lost if Ctrl-C comes on the way in
                 torch.compiler.set_stance("force_eager")
-            for module in self._modules:
+            for module in modules:
                 slots = module.__dict__
-                forward = slots.get("forward")
-                standing = forward if type(forward) is _Forward else _Forward(module)
+                standing = slots.get("forward")
+                if type(standing) is not _Forward or standing.key != id(module):
+                    forward = getattr(module, "forward", None)
+                    if forward is None or getattr(forward, "__func__", None) is _NONE:
+                        continue  # a list of modules, or a scripted module that is only called from script
+                    standing = _Forward(module, forward)
                 self._put.append((slots, standing))
                 standing.users.append(run)
                 slots["forward"] = standing
@@ -100,7 +113,10 @@ class Interposed:
         """From now on, ``tensor.save()`` is `save` in functions that a block calls, too."""
         with _lock:
             _saving.add(self)
-            torch.Tensor.save = save  # type: ignore[attr-defined]
+            if (
+                "save" not in torch.Tensor.__dict__
+            ):  # a method of somebody else's, which `value.save()` then is
+                torch.Tensor.save = save  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         try:
@@ -121,15 +137,16 @@ class Interposed:
                 slots["forward"] = forward.__wrapped__
             else:
                 del slots["forward"]
-        if _saving == {self} and "save" in torch.Tensor.__dict__:
+            for made in forward.copies:
+                if (module := made()) is not None:
+                    module.__dict__.pop("forward", None)
+            forward.copies.clear()
+        if _saving == {self} and torch.Tensor.__dict__.get("save") is save:
             del torch.Tensor.save  # type: ignore[attr-defined]
         _saving.discard(self)
         if _traces == {self} and _stances:
             sys.modules["torch._dynamo.eval_frame"]._set_stance(_stances[0])
             _stances.clear()
         _traces.discard(self)
-        self._put, self._modules, self.run = (
-            [],
-            (),
-            None,
-        )  # whose way to set up a block's thread leads back here
+        self._put = []
+        self.run = None  # whose way to set up a block's thread leads back here

@@ -18,6 +18,7 @@ class Invoker(Capturing):
     """One ``with tracer.invoke(x):`` block: registers its input and its body with the trace around it."""
 
     _keeps = True
+    _save = staticmethod(save_or_call)
 
     def __init__(self, tracer: "InterleavingTracer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if tracer._outer is None:
@@ -33,9 +34,6 @@ class Invoker(Capturing):
             rows_of(self.inputs)
         self.body: Body
         self._outcome = Outcome()
-
-    def _save(self, value: Any) -> Any:
-        return save_or_call(value)
 
     def _execute(self, body: Body) -> None:
         if self._tracer is None or self._tracer._outer is None:

@@ -107,6 +107,9 @@ class Barrier:
 
     def __call__(self) -> None:
         worker = current_worker("a barrier")
+        self._waiting = [
+            each for each in self._waiting if each.run is worker.run
+        ]  # not of a trace that failed
         if len(self._waiting) + 1 == self._n:
             others, self._waiting = self._waiting, []
             workers = worker.run.workers  # they go on in their order, when this one waits

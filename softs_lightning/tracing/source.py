@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import linecache
 import operator
@@ -40,6 +41,8 @@ class Site:
     rest: int | None  # the number of the first statement that is not one of them; None: there is none
     code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
+    inner: frozenset[str]  # those that functions and classes of the body use
+    classes: frozenset[str]  # those that classes of the body use
     own: frozenset[str]  # the variables of the function around it
     lines: range  # empty: nothing but `pass`, so there is nothing to keep from running
     guarded: frozenset[int]  # the instructions from which an exception gets to the statement's exit
@@ -93,6 +96,7 @@ def _read(frame: FrameType) -> Site:
     compiled = code_from(0)
     reads, rest = leading_reads(module.body)
     names = _names(compiled)
+    inner = [each for each in compiled.co_consts if isinstance(each, CodeType)]
     if not names - {SAVE, "save"} <= _names(code):
         raise _not_found(frame, "the source has changed since it was compiled")
     end = (statement.end_lineno or statement.lineno) + 1
@@ -103,6 +107,10 @@ def _read(frame: FrameType) -> Site:
         rest=rest,
         code_from=code_from,
         names=frozenset(names),
+        inner=frozenset().union(*map(_names, inner)),
+        classes=frozenset().union(
+            *(_names(each) for each in inner if not each.co_flags & inspect.CO_OPTIMIZED)
+        ),
         own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
         lines=range(min(lines, default=end), end),
         guarded=_guarded(frame),
@@ -235,8 +243,8 @@ class _Rewrite(ast.NodeTransformer):
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Private names are mangled by the class around the body; those in a class of the body by that one."""
-        if self.prefix and not isinstance(node, ast.alias):
-            for field in ("id", "attr", "arg", "name"):
+        if self.prefix and not isinstance(node, ast.keyword):
+            for field in ("asname",) if isinstance(node, ast.alias) else ("id", "attr", "arg", "name"):
                 name = getattr(node, field, None)
                 if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
                     setattr(node, field, self.prefix + name)

@@ -37,6 +37,8 @@ class InterleavingTracer(Capturing):
         kwargs: the arguments of the call.
     """
 
+    _save = staticmethod(save_or_call)
+
     def __init__(
         self, envoy: "Envoy", fn: Callable[..., Any] | str | None, /, *args: Any, **kwargs: Any
     ) -> None:
@@ -73,7 +75,7 @@ class InterleavingTracer(Capturing):
 
         Other blocks that wait at this very location are still served. The block itself goes on, but no location
         after this one can be reached. Code of the model that a ``finally`` or an ``except BaseException`` guards
-        still runs on the way out.
+        still runs on the way out; forward hooks do not, not even those registered with ``always_call=True``.
 
         >>> import torch
         >>> from softs_lightning.tracing import Envoy
@@ -223,9 +225,6 @@ class InterleavingTracer(Capturing):
 
     # On the way out of the with statement.
 
-    def _save(self, value: Any) -> Any:
-        return save_or_call(value)
-
     def _execute(self, body: Body) -> dict[str, Any]:
         if self.envoy is None:
             raise RuntimeError("this tracer has run; make a new one for each trace")
@@ -326,7 +325,7 @@ class InterleavingTracer(Capturing):
             return set_up()
 
         set_up = ambient.snapshot()
-        standing = self._standing = Interposed(modules.values())
+        standing = self._standing = Interposed()
         run = self._run = Run(
             [Worker(body, rows) for body, rows in self._blocks],
             dict.fromkeys(modules, 0),
@@ -336,7 +335,7 @@ class InterleavingTracer(Capturing):
         )
         for recorder in self._caches:
             run.observe(recorder)
-        standing.put(run)
+        standing.put(modules.values(), run)
         try:
             run.drive(functools.partial(_called, call, *inputs))
         finally:

@@ -62,13 +62,14 @@ def current_worker(what: str) -> "Worker":
 class Event:
     """The model, paused at a place, and the value there."""
 
-    __slots__ = ("place", "skippers", "skips", "stale", "value", "views", "writes")
+    __slots__ = ("given", "place", "skippers", "skips", "stale", "value", "views", "writes")
 
     def __init__(self, place: Place, value: Any) -> None:
         self.place, self.value = place, value
         self.views: dict[Worker, Any] = {}  # what blocks see that have rows of their own
+        self.given: dict[Worker, list[tuple[Any, int]]] = {}  # what was in such a view at first
         self.writes: list[tuple[Worker, Any]] = []  # to such rows
-        self.stale: list[tuple[RowRange, Any, list[int]]] = []  # views that are part of the whole no more
+        self.stale: list[tuple[RowRange, Any, list[tuple[Any, int]]]] = []  # views that are no part any more
         self.skips: dict[Worker, Any] = {}
         self.skippers: list[Worker] = []  # wait to hear whether all rows skip
 
@@ -77,6 +78,7 @@ class Event:
         assert worker.rows is not None
         if worker not in self.views:
             self.views[worker] = worker.rows.narrow(self.value)
+            self.given[worker] = worker.rows.state(self.views[worker])
         return self.views[worker]
 
     def settle(self) -> None:
@@ -85,21 +87,28 @@ class Event:
         Not before somebody has to see the whole: until then, what a block holds of its rows is part of it, and
         what the block changes there in place counts.
         """
-        if any(rows.versions(view) != before for rows, view, before in self.stale):
+        if any(rows.changed(view, before, in_place=True) for rows, view, before in self.stale):
             raise ValueError(
                 "a block changed its rows in place that it had read or assigned before a block of all "
                 "rows saw them put together, so the change would be lost; read them again, or assign them"
             )
+        for worker, before in self.given.items():
+            assert worker.rows is not None
+            if worker.rows.changed(
+                self.views[worker], before, in_place=False
+            ):  # in a container, which is a copy
+                self.writes.append((worker, self.views[worker]))
         if not self.writes:
             return
         for worker, value in self.writes:
             assert worker.rows is not None
+            worker.rows.check(value, self.value)
             self.value = worker.rows.widen(self.value, value)
         for worker, view in self.views.items():  # they are of what the whole was made from
             assert worker.rows is not None
-            self.stale.append((worker.rows, view, worker.rows.versions(view)))
-        self.writes.clear()
-        self.views.clear()
+            self.stale.append((worker.rows, view, worker.rows.state(view)))
+        for each in self.writes, self.given, self.views:
+            each.clear()
 
 
 class Worker:
@@ -152,7 +161,8 @@ class Worker:
                 self.error = error.with_traceback(own_frames_removed(error.__traceback__))
             finally:
                 self.alive = False
-                self.back.give()
+                if os.getpid() == self.run.process:  # not a process that the block forked
+                    self.back.give()
         except BaseException:  # Ctrl-C, which came when there was nothing left to end
             pass
 
@@ -162,6 +172,7 @@ class Worker:
 
     def park(self, places: tuple[Place, ...] | None, waits: Any) -> None:
         """Let the model run on until it reaches one of ``places``."""
+        self.run.refuse_fork()
         self.waits_for, self.waits = places, waits
         if not self.ended or self.refusals >= _REFUSALS:
             self.back.give()
@@ -210,10 +221,12 @@ class Worker:
         if self.rows is None:
             event.value = value
             event.views.clear()
+            event.given.clear()
         else:
             self.rows.check(value, event.value)
             event.writes.append((self, value))
             event.views[self] = value
+            event.given.pop(self, None)
 
     def skip(self, module: int, name: str, value: Any) -> None:
         """Have ``value`` in place of what the module would return, and keep it from running."""
@@ -277,19 +290,6 @@ class Worker:
         self.at = self.body.rest
         return False
 
-    def go_on(self) -> None:
-        """Hand the baton over.
-
-        Raises:
-            RuntimeError: in a process that was forked meanwhile, where the thread is not.
-        """
-        if os.getpid() != self.run.process:
-            raise RuntimeError(
-                "the process was forked while a block waited for its model, and the block is not in the forked one: "
-                "have the model start its processes by spawn, or before the trace"
-            )
-        self.baton.give()
-
     def start(self) -> None:
         """Start the thread, with the baton: another hand-over would cost as much as the start itself."""
         self.waits_for = self.waits = None
@@ -299,7 +299,11 @@ class Worker:
         self.thread = threading.Thread(target=self._main, name="traced block", daemon=True)
         try:
             self.thread.start()
-        except Exception:
+        except Exception as error:
+            if isinstance(
+                error.__context__, KeyboardInterrupt
+            ):  # which broke the lock that it was waiting with
+                raise error.__context__ from None
             self.thread = None
             raise
 

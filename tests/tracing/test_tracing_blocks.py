@@ -4,12 +4,15 @@
 
 import ast
 import asyncio
+import dataclasses
 import linecache
+import os
 import sys
 import traceback
 
 import pytest
 import torch
+from torch import nn
 
 from softs_lightning.tracing import Envoy, WithBlockNotFoundError, save, source
 
@@ -151,6 +154,36 @@ def test_class_bodies_methods_and_private_names(model):
 
     assert Probe.attribute.shape == (2, 5)
     assert Derived().read() == ("own", "base", Derived)
+
+
+def test_a_class_in_a_block_sees_the_globals_and_the_names_of_the_block(model):
+    with model.trace(X):
+        width = 5
+
+        class Probe(nn.Module):
+            device = torch.device("cpu")
+            shape = (2, width)
+
+        @dataclasses.dataclass
+        class Found:
+            value: torch.Tensor
+            of: type = Probe
+
+        found = Found(model.first.output).save()
+    assert (found.value.shape, found.of.device.type, found.of.shape) == ((2, 5), "cpu", (2, 5))
+
+
+def test_private_names_are_mangled_as_in_the_method(model):
+    class Method:
+        def read(self):
+            with model.trace(X):
+                import os.path as __path
+
+                given = dict(__a=__path.sep).save()  # noqa: C408
+                mangled = save("_Method__path" in locals())
+            return given, mangled
+
+    assert Method().read() == ({"__a": os.path.sep}, True)
 
 
 def test_closures_and_globals_are_rebound(model):

@@ -3,15 +3,20 @@
 # ruff: noqa: PT012 (a trace is a with statement with a body)
 
 import contextlib
+import copy
 import functools
+import gc
+import io
 import os
 import runpy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from softs_lightning.tracing import Envoy, OutOfOrderError, save
+from softs_lightning.tracing.interleave import Run
 
 
 @pytest.fixture
@@ -250,6 +255,144 @@ def test_ctrl_c_as_the_model_is_left_comes_out(x, error):
     assert not any("forward" in each.__dict__ for each in net.modules())
 
 
+class Swallowing(nn.Module):
+    """Goes on whatever its layer raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with contextlib.suppress(BaseException):
+            x = self.layer(x)
+        with contextlib.suppress(BaseException):
+            x = self.last(x)
+        return x
+
+
+@pytest.mark.parametrize("function", ["_pause", "_forget", "_resume", "_leave"])
+def test_ctrl_c_in_the_bookkeeping_of_a_trace_comes_out_whatever_the_model_swallows(x, monkeypatch, function):
+    net = Swallowing()
+    model = Envoy(net)
+    usual, came = getattr(Run, function), []
+
+    def interrupted(self, *args):
+        if self.last and not came:
+            came.append(function)
+            raise KeyboardInterrupt
+        return usual(self, *args)
+
+    monkeypatch.setattr(Run, function, interrupted)
+    with pytest.raises(KeyboardInterrupt), model.trace(x):
+        (model.layer.output * 2).sum()
+        (model.last.output * 2).sum()
+    assert came
+    assert not any("forward" in each.__dict__ for each in net.modules())
+
+
+def test_a_visit_that_a_trace_of_the_model_left_is_said_to_be_left(x):
+    class Leaving(Tracing):
+        def forward(self, x):
+            part = Envoy(self.part)
+            with part.trace(x) as tracer:
+                hidden = part[0].output.save()
+                tracer.stop()
+            return hidden
+
+    model = Envoy(Leaving())
+    with (
+        pytest.raises(
+            OutOfOrderError, match=r"model.part.output was not reached, because that visit was left"
+        ),
+        model.trace(x),
+    ):
+        model.part.output.sum()
+
+
+class Copying(nn.Module):
+    """Copies its layer in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)])[0])
+        self.copies = []
+
+    def forward(self, x):
+        made = copy.deepcopy(self.layer)
+        self.copies.append(weakref.ref(made[0]))
+        return made(x)
+
+
+def test_copies_made_in_a_trace_are_like_those_made_outside(x):
+    net = Copying()
+    model = Envoy(net)
+    gc.disable()
+    try:
+        with model.trace(x):
+            result = model.output.save()
+            made = copy.deepcopy(model.module).save()
+        assert net.copies[0]() is None
+    finally:
+        gc.enable()
+    assert torch.equal(result, net(x))
+    assert not any("forward" in each.__dict__ for each in made.modules())
+    made.copies.clear()
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), result)
+
+
+class Scripted(nn.Module):
+    """To be scripted: with a child that is never called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_one_module(x):
+    part = torch.jit.script(Scripted())
+    net = nn.Sequential(part, nn.Linear(4, 4))
+    model = Envoy(net)
+    with model.trace(x):
+        hidden = model[0].output.save()
+        model[1].input = hidden * 2
+        result = model.output.save()
+    assert torch.equal(hidden, part(x))
+    assert torch.equal(result, net[1](part(x) * 2))
+    alone = Envoy(part)
+    with alone.trace(x):
+        whole = alone.output.save()
+    assert torch.equal(whole, hidden)
+
+
+def test_a_stand_in_that_the_model_left_on_another_module_is_replaced(x):
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.shared = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+        def forward(self, x):
+            if not self.shared:
+                self.shared, self.b.forward = True, self.a.forward
+            return self.b(x)
+
+    net = Sharing()
+    model = Envoy(net)
+    with model.trace(x):
+        assert torch.equal(model.output, net.a(x))
+    with model.trace(x):
+        result = (model.b.output * 2).save()
+    assert torch.equal(result, 2 * net.a(x))
+
+
 class Forking(nn.Module):
     """Another process calls its last layer, too."""
 
@@ -305,6 +448,13 @@ with model.trace() as tracer:
         with tracer.invoke(torch.ones(1, 4)):
             counted(model[0].output)
             seen.append(count)
+
+width, gone = 4, 1
+with model.trace(torch.ones(1, 4)):
+    class Probe(torch.nn.Module):
+        shape = (width, Envoy.__name__)
+    del gone
+    shape = Probe.shape.save()
 """
 
 
@@ -313,3 +463,23 @@ def test_a_block_of_a_script_sees_what_functions_do_to_its_globals(tmp_path):
     script.write_text(GLOBALS)
     found = runpy.run_path(str(script))
     assert (found["seen"], found["later"], found["count"]) == ([2, 3, 4], 2, 4)
+    assert found["shape"] == (4, "Envoy")
+
+
+def test_a_process_that_a_block_forked_leaves_the_model_to_the_first(x):
+    model = Envoy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with model.trace(x):
+        hidden = (model[0].output * 1).save()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                model[1].output.sum()
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        status = save([os.waitpid(child, 0)[1]])
+        result = model[1].output.save()
+    assert status == [0]
+    assert torch.equal(result, model.module[1](hidden))

@@ -2,11 +2,15 @@
 
 # ruff: noqa: SIM117 (an invoke stands in the body of its trace)
 
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from softs_lightning.tracing import Envoy
+from softs_lightning.tracing import Envoy, save
 from softs_lightning.tracing.capture import Scope
 
 
@@ -99,7 +103,7 @@ def test_ctrl_c_as_the_names_are_let_go_of_comes_out_as_itself(model, x, monkeyp
     def traced():
         with model.trace() as tracer:
             with tracer.invoke(x):
-                model[0].output.save()
+                (lambda output: output.save())(model[0].output)
 
     monkeypatch.setattr(Scope, "functions", once)
     with pytest.raises(KeyboardInterrupt):
@@ -186,3 +190,161 @@ def test_rows_read_again_after_the_whole_was_put_together_can_be_changed(model, 
     expected = torch.tensor([[7.0] * 8] * 2 + [[0.0] * 8] * 3)
     expected[2:, 1] = 5  # the block that comes last to the barrier goes on first
     assert torch.equal(whole, expected)
+
+
+@dataclass
+class Out:
+    hidden: torch.Tensor
+    name: str = "out"
+
+
+class Pair(tuple):
+    """Not made of one iterable."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+MAKE = {
+    "dict": lambda h: {"h": h, "n": 1},
+    "defaultdict": lambda h: defaultdict(list, h=h),
+    "list": lambda h: [h, 1],
+    "deque": lambda h: deque([h]),
+    "tuple subclass": lambda h: Pair(h, 1),
+    "dataclass": Out,
+    "model output": lambda h: BaseModelOutput(last_hidden_state=h),
+    "nested": lambda h: ({"a": [h]}, 1),
+    "return type": lambda h: torch.max(h, dim=1, keepdim=True),
+}
+TENSOR = {
+    "dict": lambda out: out["h"],
+    "defaultdict": lambda out: out["h"],
+    "list": lambda out: out[0],
+    "deque": lambda out: out[0],
+    "tuple subclass": lambda out: out[0],
+    "dataclass": lambda out: out.hidden,
+    "model output": lambda out: out.last_hidden_state,
+    "nested": lambda out: out[0]["a"][0],
+    "return type": lambda out: out[0],
+}
+
+
+class Making(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return MAKE[self.kind](x)
+
+
+class Containing(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.part, self.kind = nn.Linear(4, 8), Making(kind), kind
+
+    def forward(self, x):
+        return TENSOR[self.kind](self.part(self.layer(x))).sum(1)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_rows_of_every_container(x, kind):
+    net = Containing(kind)
+    model = Envoy(net)
+    whole = MAKE[kind](net.layer(x))
+    with model.trace() as tracer:
+        cache = tracer.cache(modules=["part"])
+        with tracer.invoke(x[:2]):
+            first = model.part.output.save()
+        with tracer.invoke(x[2:]):
+            TENSOR[kind](model.part.output)[:] = 3
+            result = model.output.save()
+    assert type(first) is type(whole)
+    assert torch.equal(TENSOR[kind](first), TENSOR[kind](whole)[:2])
+    assert (result == 3 * TENSOR[kind](whole).shape[1]).all()
+    cached = cache["model.part"].output
+    assert type(cached) is type(whole)
+    assert not TENSOR[kind](cached).requires_grad
+
+
+def assigned(output, kind):
+    new = torch.full((3, 8), 5.0)
+    match kind:
+        case "dict":
+            output["h"] = new
+        case "list" | "deque":
+            output[0] = new
+        case "dataclass":
+            output.hidden = new
+        case "model output":
+            output.last_hidden_state = new
+        case "nested":
+            output[0]["a"][0] = new
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "deque", "dataclass", "model output", "nested"])
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_what_is_put_in_a_container_of_rows_reaches_the_model(x, kind, looked_at):
+    net = Containing(kind)
+    model = Envoy(net)
+    with model.trace() as tracer:
+        with tracer.invoke(x[:2]):
+            first = model.output.save()
+        with tracer.invoke(x[2:]):
+            assigned(model.part.output, kind)
+            second = model.output.save()
+        if looked_at:
+            with tracer.invoke():
+                whole = TENSOR[kind](model.part.output).sum(1).save()
+    assert torch.equal(first, net(x)[:2])
+    assert (second == 40).all()
+    if looked_at:
+        assert torch.equal(whole, torch.cat([first, second]))
+
+
+def test_a_keyword_put_in_the_inputs_of_rows_that_was_not_there_is_refused(model, x):
+    def traced():
+        with model.trace() as tracer:
+            with tracer.invoke(x[:2]):
+                model[0].inputs[1]["scale"] = 2
+            with tracer.invoke(x[2:]):
+                pass
+
+    with pytest.raises(ValueError, match=r"the value written\[1\] is a dict with the keys"):
+        traced()
+
+
+def test_a_dataclass_with_other_rows_is_refused(x):
+    model = Envoy(Containing("dataclass"))
+
+    def traced():
+        with model.trace() as tracer:
+            with tracer.invoke(x[:2]):
+                model.part.output = Out(torch.zeros(3, 8))
+            with tracer.invoke(x[2:]):
+                pass
+
+    with pytest.raises(ValueError, match="this block has rows 0 to 1 of the batch, so it needs 2"):
+        traced()
+
+
+def test_a_barrier_of_a_trace_that_failed_can_be_used_again(model, x):
+    kept = []
+    with pytest.raises(ZeroDivisionError), model.trace() as tracer:  # noqa: PT012
+        barrier = tracer.barrier(2)
+        kept.append(save(barrier))
+        with tracer.invoke(x[:2]):
+            model[0].output.sum()
+            barrier()
+        with tracer.invoke(x[2:]):
+            model[0].output.sum() / (1 / 0)
+    order = []
+    with model.trace() as tracer:
+        with tracer.invoke(x[:2]):
+            kept[0]()
+            order.append("first")
+        with tracer.invoke(x[2:]):
+            order.append("before")
+            kept[0]()
+            order.append("second")
+    assert order == ["before", "second", "first"]

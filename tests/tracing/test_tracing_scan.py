@@ -1,5 +1,7 @@
 """A scan tells shapes, dtypes and devices of the real run without running it."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -174,3 +176,71 @@ def test_an_error_in_a_scan_comes_out_as_itself(model, net):
     with pytest.raises(RuntimeError), model.scan(torch.ones(2, 7)):
         model.first.output.save()
     assert "forward" not in net.first.__dict__
+
+
+class Helper:
+    table = None
+
+
+class Caching(nn.Module):
+    """Keeps what it made in the first call: in a dict, a list, a set and another object."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.helper = nn.Linear(3, 3), Helper()
+        self.tables, self.nested, self.seen = {}, [{"last": None}], set()
+
+    def forward(self, x):
+        n = x.shape[-1]
+        if n not in self.tables:
+            self.tables[n] = torch.arange(float(n))
+            self.helper.table = torch.ones(n)
+            self.nested[0]["last"] = torch.ones(n)
+            self.seen.add(n)
+        return self.layer(x) + self.tables[n] * self.helper.table * self.nested[0]["last"]
+
+
+def test_what_a_model_keeps_in_a_scan_is_not_kept(x):
+    net = Caching()
+    tables, nested = net.tables, net.nested
+    for _ in range(2):
+        with Envoy(net).scan(x) as tracer:
+            shape = tracer.result.shape.save()
+    assert shape == (4, 3)
+    assert net.tables is tables
+    assert net.nested is nested
+    assert (net.tables, net.nested, net.seen, vars(net.helper)) == ({}, [{"last": None}], set(), {})
+    expected = nn.functional.linear(x, net.layer.weight, net.layer.bias) + torch.arange(3.0)
+    assert torch.equal(net(x), expected)
+
+
+def test_a_model_is_scanned_by_one_thread_at_a_time(model, net, x):
+    parameters = list(net.parameters())
+    refused = []
+
+    def other():
+        try:
+            model.run(lambda envoy: None, x, scan=True)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    with model.scan(x):
+        model.first.output.sum()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        with Envoy(net).scan(x):  # this thread may
+            inner = net.first.weight.shape.save()
+    assert refused == ["model is being scanned on another thread; scan it after that"]
+    assert inner == (5, 3)
+    assert [a is b for a, b in zip(net.parameters(), parameters, strict=True)] == [True] * 4
+
+
+def test_a_lazy_module_has_no_shape_to_scan(x):
+    model = Envoy(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(
+        ValueError, match="model has lazy modules, whose shapes a first real call has to make"
+    ):
+        model.run(lambda envoy: None, x, scan=True)
+    assert model.run(lambda envoy: {"out": envoy.output}, x)["out"].shape == (4, 3)
+    assert model.run(lambda envoy: {"out": envoy.output}, x, scan=True)["out"].shape == (4, 3)

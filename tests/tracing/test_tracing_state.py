@@ -3,6 +3,7 @@
 # ruff: noqa: PT012, PT031, SIM117 (a trace is a with statement with a body)
 
 import contextvars
+import functools
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import lightning
@@ -403,6 +405,66 @@ def test_the_tracer_keeps_no_model(x):
         assert tracer.envoy is None
     finally:
         gc.enable()
+
+
+def in_a_dict(model, x):
+    with model.trace(x):
+        functions = {"relu": lambda v: v.relu()}
+        hidden = model.first.output
+        functions["relu"](hidden).sum()
+
+
+def in_a_partial(model, x):
+    with model.trace(x):
+        function = functools.partial(lambda v, w: v + w, 1)
+        hidden = model.first.output
+        function(hidden)
+
+
+def decorated(model, x):
+    with model.trace(x):
+
+        @torch.no_grad()
+        def twice(v):
+            return v * 2
+
+        hidden = model.first.output
+        twice(hidden)
+
+
+def unfinished(model, x):
+    with model.trace(x):
+        hidden = model.first.output
+        rows = (row * 2 for row in hidden)
+        next(rows)
+
+
+@pytest.mark.parametrize("block", [in_a_dict, in_a_partial, decorated, unfinished])
+def test_functions_of_a_block_keep_nothing_alive(block):
+    gc.collect()
+    gc.disable()
+    try:
+        net, x, gone = nn.Sequential(OrderedDict(first=nn.Linear(3, 5))), torch.ones(2, 3), []
+        net.first.register_forward_hook(lambda module, args, out: gone.append(weakref.ref(out)))
+        block(Envoy(net), x)
+        assert gone[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_save_that_tensors_have_already_is_theirs(model, x, monkeypatch):
+    saved = []
+    own = lambda value: saved.append(value)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "save", own, raising=False)
+
+    def kept(value):
+        value.save()
+
+    for _ in range(2):
+        with model.trace(x):
+            kept(model.first.output)
+        assert torch.Tensor.save is own
+    assert len(saved) == 2
 
 
 def test_locals_that_somebody_holds_stay(model, x):
