@@ -126,7 +126,9 @@ def rehearse(
         if trainer is not None:
             batch = _prepared(batch, student, trainer)
         if not computing:
-            from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which no training needs
+            from torch.fx.experimental.symbolic_shapes import (
+                ShapeEnv,
+            )  # imports sympy, which no training needs
 
             # With an environment of shapes, a number that is read off a tensor for a log is no error.
             mode = FakeTensorMode(

@@ -79,5 +79,7 @@ class Sketch:
 
 
 def _said(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of what the first of a chain of errors says."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
