@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
+from softs_lightning.folders import folder
 from softs_lightning.pretrained import Pretrained, only_looking
 
 __all__ = [
@@ -237,6 +238,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         FileNotFoundError: when the name can neither be found nor fetched.
     """
+    name = folder(name)
     if only_looking() and not Path(name).is_dir():
         return StandInTokenizer()
     try:

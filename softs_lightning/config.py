@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from softs_lightning.folders import MissingFolderError, folder
 from softs_lightning.product import ProductSpec
 
 __all__ = [
@@ -111,12 +112,48 @@ def build(node: Any, where: str, **extra: Any) -> Any:
     from hydra.utils import instantiate
 
     try:
+        _refuse_missing_folders(node)
         return instantiate(node, _convert_="all", **extra)
+    except MissingFolderError as error:
+        raise Refusal(_under(error, node, where)) from None
     except InstantiationException as error:
         cause = error.__cause__
+        if isinstance(cause, MissingFolderError):
+            raise Refusal(_under(cause, node, where)) from error
         said = str(error).splitlines()[0] if cause is None else f"{type(cause).__name__}: {cause}"
         hint = _nearest_argument(node.get("_target_"), said)
         raise Refusal(f"{where} ({node.get('_target_', 'no _target_')}): {said}{hint}") from error
+
+
+def _refuse_missing_folders(node: Any) -> None:
+    """Raise for what transformers itself would take for a name on the hub, though it can only be a folder."""
+    if isinstance(node, Mapping):
+        if str(node.get("_target_")).endswith(".from_pretrained"):
+            folder(str(node.get("pretrained_model_name_or_path") or ""))
+        for inner in node.values():
+            _refuse_missing_folders(inner)
+    elif isinstance(node, (list, ListConfig)):
+        for inner in node:
+            _refuse_missing_folders(inner)
+
+
+def _under(error: MissingFolderError, node: Any, where: str) -> str:
+    """What an error says, under the key of the recipe where the folder was given."""
+    return f"{_key_of(error.given, node) or where}: {error}."
+
+
+def _key_of(text: str, node: Any) -> str | None:
+    """The key of the recipe under which `text` was given, whatever refers to it from inside `node`."""
+    if not isinstance(node, Node):
+        return None
+    if node._is_interpolation():
+        node = node._dereference_node()
+    if not isinstance(node, (DictConfig, ListConfig)):
+        return node._get_full_key(None) if node._value() == text else None
+    if node._is_none() or node._is_missing():
+        return None
+    keys: Iterable[Any] = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    return next(filter(None, (_key_of(text, node._get_node(key)) for key in keys)), None)
 
 
 def _nearest_argument(target: Any, said: str) -> str:

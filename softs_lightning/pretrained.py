@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from softs_lightning.config import nearest
+from softs_lightning.folders import folder
 
 __all__ = ["KNOWN", "Pretrained", "only_looking", "without_weights"]
 
@@ -118,6 +119,8 @@ class Pretrained:
         **options: for ``from_pretrained``: ``revision``, ``attn_implementation``, ``gguf_file``, ...
 
     Raises:
+        FileNotFoundError: for a path (``/a``, ``./a``, ``../a``, ``~/a``) where no folder is; not until the model is
+            made where `config` says its shape.
         ValueError: for a class that transformers does not have; from :meth:`untrained`, for a name of
             which nothing is known.
 
@@ -139,7 +142,8 @@ class Pretrained:
             raise ValueError(
                 f"config must say its model_type, has {', '.join(map(str, config)) or 'nothing'}"
             )
-        self.name, self.model, self.config, self.options = name, model, config, options
+        self.name = name if config is not None else folder(name)
+        self.model, self.config, self.options = model, config, options
 
     def __call__(self) -> PreTrainedModel:
         """The model with its weights, in eval mode; inside :func:`without_weights` with random ones.
@@ -151,9 +155,10 @@ class Pretrained:
 
         if only_looking():
             return self.untrained()
+        name = folder(self.name)
         try:
-            kind = self._class(transformers.AutoConfig.from_pretrained(self.name, **self._of_config()))
-            return cast(PreTrainedModel, kind.from_pretrained(self.name, **self.options).eval())
+            kind = self._class(transformers.AutoConfig.from_pretrained(name, **self._of_config()))
+            return cast(PreTrainedModel, kind.from_pretrained(name, **self.options).eval())
         except OSError as error:
             raise FileNotFoundError(
                 f"{self.name!r} is neither a folder with a model nor a name that can be fetched now "
@@ -172,8 +177,9 @@ class Pretrained:
     def _shape(self) -> PreTrainedConfig:
         from transformers import AutoConfig
 
-        if Path(self.name).is_dir():
-            return cast(PreTrainedConfig, AutoConfig.from_pretrained(self.name, **self._of_config()))
+        place = Path(self.name).expanduser()
+        if place.is_dir():
+            return cast(PreTrainedConfig, AutoConfig.from_pretrained(place, **self._of_config()))
         known = self.config or KNOWN.get(self.name)
         if known is None:
             raise ValueError(
