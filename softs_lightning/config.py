@@ -28,6 +28,8 @@ __all__ = [
     "arms",
     "build",
     "check",
+    "fits_braces",
+    "in_braces",
     "nearest",
 ]
 
@@ -223,6 +225,7 @@ def check(recipe: DictConfig) -> None:
                 )
             if key in ("seeds", "seed", "judge", "threads"):
                 raise Refusal(f"arms.{name} changes {key!r}, in which the arms must be alike to be compared.")
+    _refuse_lookalikes(recipe)
     for key in SECTIONS:
         if key not in recipe or OmegaConf.is_missing(recipe, key):
             raise Refusal(f"The recipe does not say {key!r}. A recipe has: {', '.join(SECTIONS)}.")
@@ -241,6 +244,38 @@ def _given_arms(recipe: DictConfig) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, DictConfig):
         raise Refusal(f"'arms' must be named changes to the recipe, but is {given!r}.")
     return given or {}
+
+
+def in_braces(arm: str, changes: str) -> str:
+    r"""What changes an arm on the command line, where its name has more than letters and digits in it.
+
+    >>> print(in_braces("alone, twice the steps", "{trainer: {max_steps: 9}}"))
+    '++arms={alone\, twice the steps: {trainer: {max_steps: 9}}}'
+    """
+    escaped = re.sub(r"([\\()\[\]{}:=,])", r"\\\1", arm)
+    return f"'++arms={{{escaped}: {changes}}}'"
+
+
+def fits_braces(arm: str) -> bool:
+    """Whether Hydra's grammar has all the characters of an arm's name.
+
+    >>> fits_braces("alone, twice the steps"), fits_braces("größer"), fits_braces("the teacher's")
+    (True, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z0-9_ /\-\\+.$%*@?|()\[\]{}:=,]+", arm) is not None
+
+
+def _refuse_lookalikes(recipe: DictConfig) -> None:
+    """An arm that somebody meant to change is not to be a second one beside it."""
+    given = _given_arms(recipe)
+    for name in map(str, given):
+        plain = "_".join(re.findall(r"[^\W_]+", name))
+        if plain != name and plain in given:
+            way = in_braces(name, "{...: ...}") if fits_braces(name) else "nothing: copy the recipe"
+            raise Refusal(
+                f"arms has both {name!r} and {plain!r}. If the one is meant in both places, write on the command line "
+                f"{way}"
+            )
 
 
 def _check_one(recipe: DictConfig) -> None:
