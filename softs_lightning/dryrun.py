@@ -36,6 +36,8 @@ __all__ = ["first_batch", "measure", "rehearse", "sizes", "twin_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
+NO_TRAINER = "is not attached to a `Trainer`"  # Lightning says it to a step that reads its trainer
+
 
 def measure(
     pairs: Sequence[Pair],
@@ -110,8 +112,9 @@ def rehearse(
         trainer: the trainer whose precision, device and batch hooks apply; without one the batch
             is used as it is, in full precision.
         computing: run for real. Otherwise everything is a fake tensor, of a shape and a type only, on a copy of
-            the batch; the student's weights may be on the meta device. Each exception counts then: one that comes of
-            there being no values may hide that a module would have run once more.
+            the batch; the student's weights may be on the meta device. Each exception counts then, but for that of
+            a step without a trainer: one that comes of there being no values may hide that a module would have run
+            once more.
 
     Returns:
         the filled buffer; its tensors hang on the graph of the copy, so drop it when it has been read.
@@ -154,8 +157,9 @@ def rehearse(
         with ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
             try:
                 twin.training_step(*_step_arguments(student, batch))
-            except Exception:
-                if not computing or not all(captured[item.name][kind] for kind, item in spec):
+            except Exception as error:
+                counts = not computing and NO_TRAINER not in str(error)
+                if counts or not all(captured[item.name][kind] for kind, item in spec):
                     raise
     if not computing:
         _refuse_unknown_sizes(captured, spec)

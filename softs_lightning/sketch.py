@@ -16,6 +16,7 @@ from lightning import LightningModule
 
 from softs_lightning.catcher import Capture
 from softs_lightning.dryrun import rehearse
+from softs_lightning.forgetting import forgetting
 from softs_lightning.product import ProductSpec
 
 __all__ = ["Sketch"]
@@ -65,7 +66,8 @@ class Sketch:
         """
         while not self._computing:
             try:
-                return rehearse(self.module, batch, spec, computing=False)
+                with forgetting():
+                    return rehearse(self.module, batch, spec, computing=False)
             except Exception as error:
                 if self._has_weights:
                     self.ran, self._computing = _said(error), True

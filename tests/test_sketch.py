@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,20 @@ class Picking(Student):
         return torch.as_tensor(self.act(batch[batch[:, 0] > -1e9]).mean())
 
 
+class Trainerless(Student):
+    """Reads its trainer, which a dry run has none of, behind its layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.trainer.current_epoch
+
+
+def test_a_trainer_that_is_missed_too_late_to_matter_is_no_reason_to_run() -> None:
+    student = Sketch(Trainerless)
+    assert sketched(student, ROWS, "outputs[net]") == run(Trainerless(), ROWS, "outputs[net]")
+    assert (student.made, student.ran) == (None, None)
+
+
 class Late(Student):
     """Runs a layer once more, behind what no fake tensor can do."""
 
@@ -214,6 +229,29 @@ def test_asked_to_compute_it_runs_the_step_on_weights() -> None:
     (values,) = student.rehearse(ROWS, ProductSpec.parse("outputs[net.0]")).select()
     assert torch.equal(values, student.module.net[0](ROWS))  # type: ignore[index,operator]
     assert (student.made, student.ran) == (None, None)
+
+
+def test_what_a_function_remembers_has_values_afterwards() -> None:
+    @functools.lru_cache  # here: what is there before all tests is no longer seen by the garbage collector
+    def mask(size: int) -> tuple[list[Tensor], str]:
+        return [torch.ones(size, size).tril()], "lower"
+
+    class Remembering(Student):
+        """Makes a tensor once for all steps, and looks at values behind that."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            moved = torch.tanh(self.act(batch @ mask(4)[0][0]))
+            return moved.mean() if moved.sum() > -1e9 else moved.sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Identity()
+
+    student = Sketch(Remembering)
+    (values,) = student.rehearse(ROWS, ProductSpec.parse("outputs[act]")).select()
+    assert student.ran is not None
+    assert torch.equal(values, ROWS @ torch.ones(4, 4).tril())
+    assert torch.equal(mask(4)[0][0], torch.ones(4, 4).tril())
 
 
 class Batch:
