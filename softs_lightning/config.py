@@ -129,19 +129,28 @@ def build(node: Any, where: str, **extra: Any) -> Any:
 
 def _refuse_missing_folders(node: Any) -> None:
     """Raise for what transformers itself would take for a name on the hub, though it can only be a folder."""
+    if isinstance(node, (DictConfig, ListConfig)):
+        try:
+            node = OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException:  # what has no value yet is refused when it is made
+            return
     if isinstance(node, Mapping):
         if str(node.get("_target_")).endswith(".from_pretrained"):
             folder(str(node.get("pretrained_model_name_or_path") or ""))
-        for inner in node.values():
-            _refuse_missing_folders(inner)
-    elif isinstance(node, (list, ListConfig)):
-        for inner in node:
-            _refuse_missing_folders(inner)
+        node = list(node.values())
+    for inner in node if isinstance(node, list) else ():
+        _refuse_missing_folders(inner)
 
 
 def _under(error: MissingFolderError, node: Any, where: str) -> str:
     """What an error says, under the key of the recipe where the folder was given."""
-    return f"{_key_of(error.given, node) or where}: {error}."
+    key = _key_of(error.given, node)
+    if key is None:
+        return f"{where}: {error}."
+    if node._get_parent() is None:
+        key = f"{where}.{key}"
+    key = re.sub(r"\[(\d+)\]", r".\1", key)  # as on the command line
+    return f"{key}: {error}."
 
 
 def _key_of(text: str, node: Any) -> str | None:
