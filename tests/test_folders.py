@@ -110,11 +110,11 @@ def test_transformers_own_classes_are_given_no_folder_that_is_not_there() -> Non
     said = "teacher.pretrained_model_name_or_path: there is no folder ./models/bert-mne; the nearest in "
     with pytest.raises(Refusal, match=f"^{re.escape(said)}"):
         build(recipe.callbacks.one, "callbacks.one")
-    inside = OmegaConf.create({"_target_": "builtins.dict", "models": [recipe.teacher]})
+    teacher["pretrained_model_name_or_path"] = "./models/bert-mne"
+    with pytest.raises(Refusal, match=r"^teacher: there is no folder \./models/bert-mne;"):
+        build(teacher, "teacher")
+    inside = OmegaConf.create({"_target_": "builtins.dict", "models": [teacher]})
     with pytest.raises(
         Refusal, match=r"^thing\.models\.0\.pretrained_model_name_or_path: there is no folder"
     ):
         build(inside, "thing")
-    teacher["pretrained_model_name_or_path"] = "./models/bert-mne"
-    with pytest.raises(Refusal, match=r"^teacher: there is no folder \./models/bert-mne;"):
-        build(teacher, "teacher")
