@@ -33,7 +33,7 @@ def looks_like_path(name: Any) -> bool:
     if not isinstance(name, str):
         return isinstance(name, os.PathLike)
     first = name.replace(os.sep, "/").partition("/")[0]
-    return first in (".", "..") or first.startswith("~") or Path(name).is_absolute()
+    return first in (".", "..") or name.startswith(("/", "~")) or Path(name).is_absolute()
 
 
 def folder(name: str | os.PathLike[str]) -> str:

@@ -79,6 +79,16 @@ class Measuring(Student):
         return super().training_step(batch, batch_idx)
 
 
+class Loading(Student):
+    """Begins with weights that were kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state_dict(Student().state_dict())
+        with torch.device("cpu"):
+            self.load_state_dict(Student().state_dict())
+
+
 class Language(L.LightningModule):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -103,6 +113,7 @@ CASES = [
     (Student, ROWS, "inputs[net.3]|outputs[net.0|net]"),
     (Logging, ROWS, "outputs[net.1]"),
     (Devices, ROWS, "outputs[net.0|net.3]"),
+    (Loading, ROWS, "outputs[net.0]"),
     (Measuring, ROWS, "outputs[net!1]"),
     (Recurrent, ROWS, "outputs[lstm#0|lstm#1.0]"),
     (lambda: Language(bert), TOKENS, "outputs[model.encoder.layer.0|model.pooler]"),
@@ -198,11 +209,11 @@ def test_what_cannot_be_sketched_runs_and_says_why(make: Any, product_id: str, w
 
 
 class Counted(Student):
-    """Reads numbers off tensors as it is made, as stochastic depth does."""
+    """Reads numbers off tensors as it is made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.rates = [rate.item() for rate in torch.arange(3) / 4]
 
 
 def test_a_student_that_cannot_be_made_without_memory_is_made_and_says_why() -> None:
