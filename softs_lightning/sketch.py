@@ -25,6 +25,9 @@ __all__ = ["Sketch"]
 class Sketch:
     """A student that is looked at.
 
+    Its step runs on a copy, and what functions cached by ``functools`` keep of it is forgotten. A tensor that it puts
+    into a dict outside of the module stays there, without values.
+
     Args:
         make: makes it. Called once more where what was made on the meta device will not do.
         computing: make it with its weights and run its step for real, without trying anything else first.
