@@ -120,7 +120,7 @@ def build(node: Any, where: str, **extra: Any) -> Any:
         raise Refusal(_under(error, node, where)) from None
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, MissingFolderError):
+        if isinstance(getattr(cause, "given", None), str):
             raise Refusal(_under(cause, node, where)) from error
         said = str(error).splitlines()[0] if cause is None else f"{type(cause).__name__}: {cause}"
         hint = _nearest_argument(node.get("_target_"), said)
@@ -142,8 +142,8 @@ def _refuse_missing_folders(node: Any) -> None:
         _refuse_missing_folders(inner)
 
 
-def _under(error: MissingFolderError, node: Any, where: str) -> str:
-    """What an error says, under the key of the recipe where the folder was given."""
+def _under(error: Any, node: Any, where: str) -> str:
+    """What an error says, under the key of the recipe where the model that it is about was given."""
     key = _key_of(error.given, node)
     if key is None:
         return f"{where}: {error}."

@@ -13,10 +13,10 @@ _LISTED = 10  # names of what is there
 
 
 class MissingFolderError(FileNotFoundError):
-    """A model or tokenizer is to be read from a folder that is not there.
+    """A model or tokenizer is to be read from a folder that is not there, or by a name that cannot be fetched.
 
     Attributes:
-        given: the folder, as it was written.
+        given: the folder or name, as it was written.
     """
 
     def __init__(self, message: str, given: str) -> None:

@@ -100,6 +100,12 @@ def test_it_is_said_under_the_key_where_it_was_given(arguments: tuple[str, ...],
         explain_recipe(composed(*arguments))
 
 
+def test_a_name_that_nobody_knows_is_said_under_its_key_as_well() -> None:
+    recipe = composed("recipe=causal-lm-pretrained", "+scale=paper", "teacher.name=nothere")
+    with pytest.raises(Refusal, match=r"^teacher\.name: the shape of 'nothere' is not known here"):
+        explain_recipe(recipe)
+
+
 def test_transformers_own_classes_are_given_no_folder_that_is_not_there() -> None:
     teacher = {
         "_target_": "transformers.AutoModel.from_pretrained",
