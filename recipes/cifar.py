@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from softs_lightning.config import Refusal
+from softs_lightning.folders import folder
 from softs_lightning.recipes.digits import UNLABELLED, as_it_is, digest, keep_labels
 from softs_lightning.recipes.fashion import Residual
 from softs_lightning.recipes.self_distillation import moved
@@ -292,7 +293,7 @@ class ImageClassifier(_Supervised):
     def configure_model(self) -> None:
         if self.pretrained is not None:
             self.model = AutoModelForImageClassification.from_pretrained(
-                self.pretrained, config=self.model.config, ignore_mismatched_sizes=True
+                folder(self.pretrained), config=self.model.config, ignore_mismatched_sizes=True
             )
             self.pretrained = None  # Lightning calls this for every fit and test, and weights are read once
 

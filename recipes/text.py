@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
+from softs_lightning.folders import MissingFolderError, folder
 from softs_lightning.pretrained import Pretrained, only_looking
 
 __all__ = [
@@ -237,12 +238,14 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         FileNotFoundError: when the name can neither be found nor fetched.
     """
+    name = folder(name)
     if only_looking() and not Path(name).is_dir():
         return StandInTokenizer()
     try:
         return AutoTokenizer.from_pretrained(name)
     except OSError as error:
-        raise FileNotFoundError(
+        raise MissingFolderError(
             f"the tokenizer {name!r} is neither a folder nor a name that can be fetched now. Without a network, "
-            "give the folder of a copy"
+            "give the folder of a copy",
+            name,
         ) from error

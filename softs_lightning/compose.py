@@ -6,12 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from softs_lightning import catalog
-from softs_lightning.config import Refusal, nearest
+from softs_lightning.config import Refusal, fits_braces, in_braces, nearest
 
 __all__ = ["WRITE_NOTHING", "compose", "folders_given", "for_the_user", "wants_traceback"]
 
@@ -197,10 +197,15 @@ def folders_given(arguments: Sequence[str]) -> list[str]:
 def _plainly(error: Exception, arguments: list[str]) -> str:
     """Hydra's message, with the nearest names and without advice for its developers."""
     text = str(error).strip()
+    if (arm := _arm_named(text, arguments)) is not None:
+        return arm
     if (option := re.search(r"Could not override '([^']+)'", text)) is not None:
         name = option[1]
+        options = _options(arguments, name)
+        if name in options:
+            return f"What is given for {name!r} has an option that this recipe has not there. To add it: ++{name}=..."
         return (
-            f"This recipe has no option {name!r}. {_nearest_option(name, _options(arguments, name))} "
+            f"This recipe has no option {name!r}. {_nearest_option(name, options)} "
             f"(To hand on one that the recipe does not mention: +{name}=...)"
         )
     if (
@@ -218,6 +223,47 @@ def _plainly(error: Exception, arguments: list[str]) -> str:
             "Values with brackets, commas or signs are quoted twice: \"pairs.0.teacher='outputs[name]'\""
         )
     return text.partition("\nConfig search path:")[0]
+
+
+ARM = re.compile(r"(\+{0,2}|~)arms\.([^=]*)(?:=(.*))?", re.DOTALL)
+
+
+def _arm_named(error: str, arguments: list[str]) -> str | None:
+    """What to write instead, where an error is about an arm that has more than letters and digits in its name."""
+    for argument in arguments:
+        found = ARM.fullmatch(argument)
+        if found is None or f"arms.{found[2]}" not in error:
+            continue
+        for name in sorted(_arms(arguments), key=len, reverse=True):
+            words = r"[\W_]+".join(re.findall(r"[^\W_]+", name))
+            inside = re.fullmatch(rf"\W*{words}\W*?(?:\.(\w.*))?", found[2])
+            if inside is None or re.fullmatch(r"[\w-]+", name):
+                continue
+            keys = inside[1].split(".") if inside[1] else []
+            said = f"Hydra takes no key with the name of the arm {name!r} in it. "
+            if not fits_braces(name):
+                return f"{said}Copy the recipe: softs-distill recipes copy"
+            if found[1] == "~" or not keys or any(key.isdigit() for key in keys):
+                return (
+                    f"{said}Settings of it can be changed: {in_braces(name, '{...: ...}')}. To leave it out, or to change "
+                    "an element of a list, copy the recipe: softs-distill recipes copy"
+                )
+            value = f"{keys[-1]}: {found[3]}"
+            for key in reversed(keys[:-1]):
+                value = f"{key}: {{{value}}}"
+            return f"{said}Write: {in_braces(name, f'{{{value}}}')}"
+    return None
+
+
+def _arms(arguments: list[str]) -> list[str]:
+    """The names of the arms of the recipe that `arguments` choose."""
+    from hydra.errors import HydraException
+
+    found: list[str] = []
+    with suppress(HydraException):  # another argument is wrong as well, and will be said to be
+        kept = [*_choices(arguments, "arms"), *WRITE_NOTHING]
+        _call_hydra(kept, lambda recipe: found.extend(map(str, recipe.get("arms") or ())))
+    return found
 
 
 def _nearest_option(name: str, options: list[str]) -> str:
@@ -247,11 +293,16 @@ def _options(arguments: list[str], wrong: str) -> list[str]:
             found.append(name)
             collect(value, name)
 
+    kept = _choices(arguments, wrong)
+    _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(OmegaConf.to_container(recipe), ""))
+    return found
+
+
+def _choices(arguments: list[str], wrong: str = "") -> list[str]:
+    """Those of the arguments that choose from groups, and say where these are, but for the `wrong` one."""
     chosen = [
         argument
         for argument in arguments
         if CHOICE.match(argument) and argument.partition("=")[0].lstrip("+") != wrong.lstrip("+")
     ]
-    kept = [*folders_given(arguments), *chosen]
-    _call_hydra([*kept, *WRITE_NOTHING], lambda recipe: collect(OmegaConf.to_container(recipe), ""))
-    return found
+    return [*folders_given(arguments), *chosen]

@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from softs_lightning.folders import MissingFolderError, folder
 from softs_lightning.product import ProductSpec
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "arms",
     "build",
     "check",
+    "fits_braces",
+    "in_braces",
     "nearest",
 ]
 
@@ -111,12 +114,57 @@ def build(node: Any, where: str, **extra: Any) -> Any:
     from hydra.utils import instantiate
 
     try:
+        _refuse_missing_folders(node)
         return instantiate(node, _convert_="all", **extra)
+    except MissingFolderError as error:
+        raise Refusal(_under(error, node, where)) from None
     except InstantiationException as error:
         cause = error.__cause__
+        if isinstance(getattr(cause, "given", None), str):
+            raise Refusal(_under(cause, node, where)) from error
         said = str(error).splitlines()[0] if cause is None else f"{type(cause).__name__}: {cause}"
         hint = _nearest_argument(node.get("_target_"), said)
         raise Refusal(f"{where} ({node.get('_target_', 'no _target_')}): {said}{hint}") from error
+
+
+def _refuse_missing_folders(node: Any) -> None:
+    """Raise for what transformers itself would take for a name on the hub, though it can only be a folder."""
+    if isinstance(node, (DictConfig, ListConfig)):
+        try:
+            node = OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException:  # what has no value yet is refused when it is made
+            return
+    if isinstance(node, Mapping):
+        if str(node.get("_target_")).endswith(".from_pretrained"):
+            folder(str(node.get("pretrained_model_name_or_path") or ""))
+        node = list(node.values())
+    for inner in node if isinstance(node, list) else ():
+        _refuse_missing_folders(inner)
+
+
+def _under(error: Any, node: Any, where: str) -> str:
+    """What an error says, under the key of the recipe where the model that it is about was given."""
+    key = _key_of(error.given, node)
+    if key is None:
+        return f"{where}: {error}."
+    if node._get_parent() is None:
+        key = f"{where}.{key}"
+    key = re.sub(r"\[(\d+)\]", r".\1", key)  # as on the command line
+    return f"{key}: {error}."
+
+
+def _key_of(text: str, node: Any) -> str | None:
+    """The key of the recipe under which `text` was given, whatever refers to it from inside `node`."""
+    if not isinstance(node, Node):
+        return None
+    if node._is_interpolation():
+        node = node._dereference_node()
+    if not isinstance(node, (DictConfig, ListConfig)):
+        return node._get_full_key(None) if node._value() == text else None
+    if node._is_none() or node._is_missing():
+        return None
+    keys: Iterable[Any] = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    return next(filter(None, (_key_of(text, node._get_node(key)) for key in keys)), None)
 
 
 def _nearest_argument(target: Any, said: str) -> str:
@@ -186,6 +234,7 @@ def check(recipe: DictConfig) -> None:
                 )
             if key in ("seeds", "seed", "judge", "threads"):
                 raise Refusal(f"arms.{name} changes {key!r}, in which the arms must be alike to be compared.")
+    _refuse_lookalikes(recipe)
     for key in SECTIONS:
         if key not in recipe or OmegaConf.is_missing(recipe, key):
             raise Refusal(f"The recipe does not say {key!r}. A recipe has: {', '.join(SECTIONS)}.")
@@ -204,6 +253,38 @@ def _given_arms(recipe: DictConfig) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, DictConfig):
         raise Refusal(f"'arms' must be named changes to the recipe, but is {given!r}.")
     return given or {}
+
+
+def in_braces(arm: str, changes: str) -> str:
+    r"""What changes an arm on the command line, where its name has more than letters and digits in it.
+
+    >>> print(in_braces("alone, twice the steps", "{trainer: {max_steps: 9}}"))
+    '++arms={alone\, twice the steps: {trainer: {max_steps: 9}}}'
+    """
+    escaped = re.sub(r"([\\()\[\]{}:=,])", r"\\\1", arm)
+    return f"'++arms={{{escaped}: {changes}}}'"
+
+
+def fits_braces(arm: str) -> bool:
+    """Whether Hydra's grammar has all the characters of an arm's name.
+
+    >>> fits_braces("alone, twice the steps"), fits_braces("größer"), fits_braces("the teacher's")
+    (True, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z0-9_ /\-\\+.$%*@?|()\[\]{}:=,]+", arm) is not None
+
+
+def _refuse_lookalikes(recipe: DictConfig) -> None:
+    """An arm that somebody meant to change is not to be a second one beside it."""
+    given = _given_arms(recipe)
+    for name in map(str, given):
+        plain = "_".join(re.findall(r"[^\W_]+", name))
+        if plain != name and plain in given:
+            way = in_braces(name, "{...: ...}") if fits_braces(name) else "nothing: copy the recipe"
+            raise Refusal(
+                f"arms has both {name!r} and {plain!r}. If the one is meant in both places, write on the command line "
+                f"{way}"
+            )
 
 
 def _check_one(recipe: DictConfig) -> None:

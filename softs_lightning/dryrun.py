@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from lightning import LightningModule, Trainer
@@ -29,9 +30,13 @@ from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.sharding import is_sharded
 from softs_lightning.teacher import Teacher
-from softs_lightning.transfer import map_tensors
+from softs_lightning.transfer import iter_tensors, map_tensors
 
-__all__ = ["first_batch", "measure", "rehearse", "sizes"]
+__all__ = ["first_batch", "measure", "rehearse", "sizes", "twin_of"]
+
+M = TypeVar("M", bound=nn.Module)
+
+NO_TRAINER = "is not attached to a `Trainer`"  # Lightning says it to a step that reads its trainer
 
 
 def measure(
@@ -88,7 +93,12 @@ def _prepared(batch: Any, pl_module: LightningModule, trainer: Trainer) -> Any:
 
 
 def rehearse(
-    student: LightningModule, batch: Any, spec: ProductSpec, *, trainer: Trainer | None = None
+    student: LightningModule,
+    batch: Any,
+    spec: ProductSpec,
+    *,
+    trainer: Trainer | None = None,
+    computing: bool = True,
 ) -> Capture:
     """Run the training step of a copy of `student` on `batch` and capture `spec`.
 
@@ -101,9 +111,16 @@ def rehearse(
         spec: product_ids named from the student.
         trainer: the trainer whose precision, device and batch hooks apply; without one the batch
             is used as it is, in full precision.
+        computing: run for real. Otherwise everything is a fake tensor, of a shape and a type only, on a copy of
+            the batch; the student's weights may be on the meta device. Each exception counts then, but for that of
+            a step without a trainer: one that comes of there being no values may hide that a module would have run
+            once more.
 
     Returns:
         the filled buffer; its tensors hang on the graph of the copy, so drop it when it has been read.
+
+    Raises:
+        ValueError: without computing, for an activation whose size depends on values.
     """
     shared = [] if trainer is None else [trainer, *trainer.callbacks]  # type: ignore[attr-defined]
     with ExitStack() as stack:
@@ -111,7 +128,19 @@ def rehearse(
         stack.enter_context(torch.enable_grad())
         if trainer is not None:
             batch = _prepared(batch, student, trainer)
-        if trainer is not None and is_sharded(student):
+        if not computing:
+            from torch.fx.experimental.symbolic_shapes import (
+                ShapeEnv,
+            )  # imports sympy, which no training needs
+
+            # With an environment of shapes, a number that is read off a tensor for a log is no error.
+            mode = FakeTensorMode(
+                allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True)
+            )
+            twin = _fake_twin(student, shared, mode, trainer).train()
+            batch = map_tensors(partial(mode.from_tensor, static_shapes=True), copy.deepcopy(batch))
+            stack.enter_context(mode)
+        elif trainer is not None and is_sharded(student):
             # Too large to be gathered, and its own forward would leave traces: sizes are all that is wanted.
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             twin = _fake_twin(student, shared, mode, trainer).train()
@@ -128,10 +157,20 @@ def rehearse(
         with ModelIOCatcher(twin).for_product(spec, early_exit=False) as captured:
             try:
                 twin.training_step(*_step_arguments(student, batch))
-            except Exception:
-                if not all(captured[item.name][kind] for kind, item in spec):
+            except Exception as error:
+                counts = not computing and NO_TRAINER not in str(error)
+                if counts or not all(captured[item.name][kind] for kind, item in spec):
                     raise
+    if not computing:
+        _refuse_unknown_sizes(captured, spec)
     return captured
+
+
+def _refuse_unknown_sizes(captured: Capture, spec: ProductSpec) -> None:
+    for kind, item in spec:
+        for tensor in iter_tensors(captured[item.name][kind]):
+            if not all(type(size) is int for size in tensor.shape):
+                raise ValueError(f"the size of {kind}[{item}] depends on values")
 
 
 def _twin(student: LightningModule, shared: Sequence[Any]) -> LightningModule:
@@ -145,34 +184,57 @@ def _twin(student: LightningModule, shared: Sequence[Any]) -> LightningModule:
 
 
 def _fake_twin(
-    student: LightningModule, shared: Sequence[Any], mode: FakeTensorMode, trainer: Trainer
+    student: LightningModule, shared: Sequence[Any], mode: FakeTensorMode, trainer: Trainer | None
 ) -> LightningModule:
-    """A copy of a student that FSDP2 shards, whole and without memory, for a forward in `mode`.
+    """A copy of a student without memory, whole where FSDP2 shards it, for a forward in `mode`.
 
-    Its own parameters may be on the meta device; the copy is as the trainer will have placed and converted them.
+    Its own parameters may be on the meta device; the copy is as the trainer will have placed and converted them, and
+    on the CPU without one.
     """
-    device, convert = trainer.strategy.root_device, trainer.precision_plugin.convert_module
-    memo: dict[int, Any] = {id(thing): thing for thing in shared}
-    for tensor in [*student.parameters(), *student.buffers()]:
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+
+    def fake(tensor: Tensor) -> Tensor:
         dtype = tensor.dtype
-        if dtype.is_floating_point:
+        if trainer is not None and dtype.is_floating_point:
+            convert = trainer.precision_plugin.convert_module
             dtype = next(convert(nn.Linear(1, 1, dtype=dtype)).parameters()).dtype
         with mode:
-            fake = torch.empty(tensor.shape, dtype=dtype, device=device)
-        trained = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
-    sharded = [module for module in student.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        plain: Any = next(base for base in type(module).__bases__ if base is not FSDPModule)
-        memo[id(module)] = plain.__new__(plain)
-    _note_uncopyables(student, memo)
-    for module in sharded:
+            return torch.empty(tensor.shape, dtype=dtype, device=device)
+
+    twin = twin_of(student, fake, shared)
+    for module in twin.modules():
+        # Lightning notes where a module was made, for self.device.
+        if vars(module).get("_device") == torch.device("meta"):
+            vars(module)["_device"] = device
+    return twin
+
+
+def twin_of(module: M, make: Callable[[Tensor], Tensor], shared: Sequence[Any] = ()) -> M:
+    """A copy of `module` with what `make` gives for each of its parameters and buffers, and for other meta tensors.
+
+    The objects of `shared`, which it may refer to, are not copied, nor is what cannot be. Layers that FSDP2 shards are
+    plain ones in the copy.
+    """
+    memo: dict[int, Any] = {id(thing): thing for thing in shared}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        made, trained = make(tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if trained else made
+    for part in module.modules():
+        for tensor in iter_tensors(list(vars(part).values())):
+            if tensor.is_meta and id(tensor) not in memo:
+                memo[id(tensor)] = make(tensor)
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in sharded:
+        plain: Any = next(base for base in type(part).__bases__ if base is not FSDPModule)
+        memo[id(part)] = plain.__new__(plain)
+    _note_uncopyables(module, memo)
+    for part in sharded:
         state = {
             name: _without_sharding(value) if name.endswith("hooks") else value
-            for name, value in vars(module).items()
+            for name, value in vars(part).items()
         }
-        vars(memo[id(module)]).update(copy.deepcopy(state, memo))
-    return copy.deepcopy(student, memo)
+        vars(memo[id(part)]).update(copy.deepcopy(state, memo))
+    return copy.deepcopy(module, memo)
 
 
 def _without_sharding(hooks: dict[int, Any]) -> dict[int, Any]:
@@ -185,25 +247,28 @@ def _origin(hook: Any) -> str:
     return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
-def _note_uncopyables(student: LightningModule, memo: dict[int, Any]) -> None:
-    for module in student.modules():
-        for value in vars(module).values():
-            if not isinstance(value, nn.Module):
-                _note_uncopyable(value, memo)
+def _note_uncopyables(student: nn.Module, memo: dict[int, Any]) -> None:
+    """Have deepcopy share what in a module, or in the modules and containers that it holds, cannot be copied."""
+    seen: set[int] = set()
 
+    def note(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            note(vars(value))
+        elif isinstance(value, (dict, list, tuple)) and value:
+            for inner in value.values() if isinstance(value, dict) else value:
+                note(inner)
+        elif isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+        else:
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = value
 
-def _note_uncopyable(value: Any, memo: dict[int, Any]) -> None:
-    """Have deepcopy share `value`, or what inside it stands in the way, if it cannot be copied."""
-    if isinstance(value, (dict, list, tuple)) and value:
-        for inner in value.values() if isinstance(value, dict) else value:
-            _note_uncopyable(inner, memo)
-    elif isinstance(value, Tensor) and not value.is_leaf:
-        memo[id(value)] = value.detach().clone()
-    else:
-        try:
-            copy.deepcopy(value, dict(memo))
-        except Exception:
-            memo[id(value)] = value
+    note(student)
 
 
 def _silence(twin: LightningModule) -> None:

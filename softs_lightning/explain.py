@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, Refusal, arms, build
-from softs_lightning.dryrun import rehearse
 from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.pretrained import Pretrained, without_weights
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.selectors import resolve_module
+from softs_lightning.sketch import Sketch
 from softs_lightning.stages import Stage, stages, turns
 from softs_lightning.teacher import Cost, Teacher
 from softs_lightning.trained import TrainedTeacher
@@ -72,11 +72,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Examination:
-    """A recipe after its dry run."""
+    """A recipe after its dry run.
+
+    Attributes:
+        made: why the student's weights were made although nothing of it was to be computed.
+        ran: why its step ran for real although nothing was to be computed.
+    """
 
     student: str
     student_parameters: int
     plans: tuple[Plan, ...]
+    made: str | None = None
+    ran: str | None = None
 
 
 def parameters(module: nn.Module) -> int:
@@ -84,23 +91,29 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def examine(recipe: DictConfig) -> Examination:
+def examine(recipe: DictConfig, *, computing: bool = True) -> Examination:
     """Run teacher and student once on a batch of the recipe's data; nothing is trained or written.
 
     A teacher that has yet to be trained takes part with random weights: names, shapes and costs are the same.
     Data with a method `example_batch()` need not be there either: the batch is what that returns.
 
+    Args:
+        recipe: as composed and checked.
+        computing: whether the student's step runs for real. Otherwise it does only where a sketch of it fails, see
+            :class:`softs_lightning.sketch.Sketch`.
+
     Raises:
         Refusal: for whatever in the recipe does not fit teacher, student or data.
     """
     batch = _batch(recipe)
-    student: L.LightningModule = build(recipe.student, "student")
+    student = Sketch(lambda: build(recipe.student, "student"), computing=computing)
     callbacks = build_callbacks(recipe)
     distilling = [callback for callback in callbacks if isinstance(callback, DistillationCallback)]
     if not distilling:
         raise Refusal("None of the recipe's callbacks distils; callbacks=distill adds the one that does.")
     plans = tuple(_plan(callback, student, batch) for callback in distilling)
-    return Examination(type(student).__name__, parameters(student), plans)
+    name, size = type(student.module).__name__, parameters(student.module)
+    return Examination(name, size, plans, student.made, student.ran)
 
 
 def build_callbacks(recipe: DictConfig) -> list[L.Callback]:
@@ -144,28 +157,29 @@ def _batch(recipe: DictConfig) -> Any:
     raise Refusal("data: the training data holds not one batch; a smaller batch_size may help.")
 
 
-def _plan(callback: DistillationCallback, student: L.LightningModule, batch: Any) -> Plan:
+def _plan(callback: DistillationCallback, student: Sketch, batch: Any) -> Plan:
     leave_untrained(callback)
     wanted = ProductSpec.union(pair.teacher for pair in callback.pairs)
     with ExitStack() as stack:
         with _refusing(f"{callback.name}, teacher"):
             seen = stack.enter_context(outline(callback.teacher, batch, wanted))
         with _refusing(f"{callback.name}, student"):
-            pairs = [pair.resolve(student, seen.module) for pair in callback.pairs]
+            pairs = [pair.resolve(student.module, seen.module) for pair in callback.pairs]
         with _refusing(f"{callback.name}, teacher"):
             its = [seen.products.select(pair.teacher) for pair in pairs]
             theirs = [
                 _selected(pair.teacher, values, seen.module) for pair, values in zip(pairs, its, strict=True)
             ]
         name, size = type(seen.module).__name__, parameters(seen.module)
-        captured = rehearse(student, batch, ProductSpec.union(pair.student for pair in pairs))
+        captured = student.rehearse(batch, ProductSpec.union(pair.student for pair in pairs))
         with _refusing(f"{callback.name}, student"):
             mine = [captured.select(pair.student) for pair in pairs]
             ours = [
-                _selected(pair.student, values, student) for pair, values in zip(pairs, mine, strict=True)
+                _selected(pair.student, values, student.module)
+                for pair, values in zip(pairs, mine, strict=True)
             ]
         tried = [
-            (pair.name, _try(callback.name, pair, ours_of, theirs_of, batch, (student, seen.module)))
+            (pair.name, _try(callback.name, pair, ours_of, theirs_of, batch, (student.module, seen.module)))
             for pair, ours_of, theirs_of in zip(pairs, mine, its, strict=True)
         ]
     return Plan(
@@ -237,7 +251,7 @@ def explain_recipe(recipe: DictConfig) -> str:
 
 def _explained(recipe: DictConfig) -> Iterator[str]:
     torch.manual_seed(0)
-    seen = examine(recipe)
+    seen = examine(recipe, computing=False)
     yield f"student  {seen.student}, {seen.student_parameters:,} parameters"
     for plan in seen.plans:
         where = "" if plan.placement == "replicated" else f", placement {plan.placement}"
@@ -246,6 +260,7 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
             yield from (_headline(pair), *_columns(theirs, ours), "")
         yield from (*map(str, plan.stages), _stop(plan.cost), _how(plan.ran))
         yield from (f"The loss of pair {pair} was not tried: {why}." for pair, why in plan.untried)
+    yield _how_the_student(seen)
 
 
 def _headline(pair: Pair) -> str:
@@ -279,6 +294,14 @@ def _how(ran: str | None) -> str:
     if ran is None:
         return "Found by a scan of the teacher: nothing of it was computed, and no weights of it were made."
     return f"The teacher had to run for real, a scan of it failed: {ran}"
+
+
+def _how_the_student(seen: Examination) -> str:
+    if seen.ran is not None:
+        return f"The student's step had to run for real, a scan of it failed: {seen.ran}"
+    if seen.made is not None:
+        return f"Of the student's step nothing was computed, but its weights had to be made: {seen.made}"
+    return "Of the student's step nothing was computed, and no weights of it were made."
 
 
 def _stop(cost: Cost) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.forgetting import forgetting
 from softs_lightning.product import ProductSpec
 from softs_lightning.selectors import UnknownModuleError, resolve_module, resolve_spec
 from softs_lightning.teacher import Cost, Teacher, add_saved, arguments, flop_counter
@@ -60,7 +61,8 @@ def outline(teacher: Teacher, batch: Any, spec: ProductSpec) -> Iterator[Outline
     [3, 8] Cost(full=288, used=192, stop='1') meta
     """
     try:
-        seen = _scan(teacher, batch, spec)
+        with forgetting():
+            seen = _scan(teacher, batch, spec)
     except UnknownModuleError:
         raise
     except _UnfitError as error:

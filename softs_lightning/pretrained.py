@@ -17,8 +17,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from softs_lightning.config import nearest
+from softs_lightning.folders import MissingFolderError, folder
 
-__all__ = ["KNOWN", "Pretrained", "only_looking", "without_weights"]
+__all__ = ["KNOWN", "Pretrained", "UnknownShapeError", "only_looking", "without_weights"]
 
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -82,6 +83,19 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 }
 """Shapes of public models, by their names on the hub: what differs from transformers' defaults."""
 
+
+class UnknownShapeError(ValueError):
+    """A model is to be made without its weights, and nothing says its shape.
+
+    Attributes:
+        given: its name, as it was written.
+    """
+
+    def __init__(self, message: str, given: str) -> None:
+        super().__init__(message)
+        self.given = given
+
+
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 
@@ -118,6 +132,8 @@ class Pretrained:
         **options: for ``from_pretrained``: ``revision``, ``attn_implementation``, ``gguf_file``, ...
 
     Raises:
+        FileNotFoundError: for a path (``/a``, ``./a``, ``../a``, ``~/a``) where no folder is; not until the model is
+            made where `config` says its shape.
         ValueError: for a class that transformers does not have; from :meth:`untrained`, for a name of
             which nothing is known.
 
@@ -139,7 +155,8 @@ class Pretrained:
             raise ValueError(
                 f"config must say its model_type, has {', '.join(map(str, config)) or 'nothing'}"
             )
-        self.name, self.model, self.config, self.options = name, model, config, options
+        self.name = name if config is not None else folder(name)
+        self.model, self.config, self.options = model, config, options
 
     def __call__(self) -> PreTrainedModel:
         """The model with its weights, in eval mode; inside :func:`without_weights` with random ones.
@@ -151,13 +168,15 @@ class Pretrained:
 
         if only_looking():
             return self.untrained()
+        name = folder(self.name)
         try:
-            kind = self._class(transformers.AutoConfig.from_pretrained(self.name, **self._of_config()))
-            return cast(PreTrainedModel, kind.from_pretrained(self.name, **self.options).eval())
+            kind = self._class(transformers.AutoConfig.from_pretrained(name, **self._of_config()))
+            return cast(PreTrainedModel, kind.from_pretrained(name, **self.options).eval())
         except OSError as error:
-            raise FileNotFoundError(
+            raise MissingFolderError(
                 f"{self.name!r} is neither a folder with a model nor a name that can be fetched now "
-                f"({str(error).splitlines()[0]}). Without a network, give the folder of a copy"
+                f"({str(error).splitlines()[0]}). Without a network, give the folder of a copy",
+                self.name,
             ) from error
 
     def untrained(self) -> PreTrainedModel:
@@ -172,13 +191,15 @@ class Pretrained:
     def _shape(self) -> PreTrainedConfig:
         from transformers import AutoConfig
 
-        if Path(self.name).is_dir():
-            return cast(PreTrainedConfig, AutoConfig.from_pretrained(self.name, **self._of_config()))
+        place = Path(self.name).expanduser()
+        if place.is_dir():
+            return cast(PreTrainedConfig, AutoConfig.from_pretrained(place, **self._of_config()))
         known = self.config or KNOWN.get(self.name)
         if known is None:
-            raise ValueError(
+            raise UnknownShapeError(
                 f"the shape of {self.name!r} is not known here: it is no folder, and not in the table. "
-                f"{nearest(self.name, KNOWN)} Or give its shape as config: {{model_type: ..., hidden_size: ...}}"
+                f"{nearest(self.name, KNOWN)} Or give its shape as config: {{model_type: ..., hidden_size: ...}}",
+                self.name,
             )
         kind = known["model_type"]
         return AutoConfig.for_model(kind, **{k: v for k, v in known.items() if k != "model_type"})

@@ -255,10 +255,16 @@ def describe(value: Any) -> str:
         return "None"
     shape = getattr(value, "shape", None)
     if shape is not None and not callable(shape):
-        return f"a {type(value).__name__} of shape {list(shape)}"
+        return f"a {_kind(value)} of shape {list(shape)}"
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with keys {', '.join(map(repr, value))}"
     if isinstance(value, (tuple, list)):
-        inside = ", ".join("None" if v is None else type(v).__name__ for v in value)
+        inside = ", ".join("None" if v is None else _kind(v) for v in value)
         return f"a {type(value).__name__} of {len(value)} ({inside})"
     return f"a {type(value).__name__}"
+
+
+def _kind(value: object) -> str:
+    """What to call a value; a scan's tensor is one as any other."""
+    name = type(value).__name__
+    return "Tensor" if name == "FakeTensor" else name

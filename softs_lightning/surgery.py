@@ -166,9 +166,10 @@ def from_teacher(
 def _model(teacher: Source) -> PreTrainedModel:
     made: Any = teacher
     if isinstance(teacher, (str, PathLike)):
+        from softs_lightning.folders import folder
         from softs_lightning.pretrained import Pretrained
 
-        made = Pretrained(str(teacher))()
+        made = Pretrained(folder(teacher))()
     elif not isinstance(teacher, nn.Module) and callable(teacher):
         made = teacher()
     if not isinstance(made, PreTrainedModel):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from softs_lightning.dryrun import twin_of
 from softs_lightning.pairing import BoundPair, Pair
+from softs_lightning.transfer import iter_tensors, map_tensors
 
 __all__ = ["try_loss"]
 
-_SMALL = 2**24  # numbers in all activations of a pair; more are tried without computing anything
+_SMALL = 2**24  # numbers in all that a trial takes; more are tried without computing anything
 
 
 def try_loss(
@@ -27,18 +29,19 @@ def try_loss(
     student: nn.Module,
     teacher: nn.Module,
 ) -> str | None:
-    """Compute the pair's term once, from stand-ins of the teacher's activations.
+    """Compute the pair's term once, from stand-ins of what is not there.
 
-    Small activations are real ones: the student's own, and random numbers for the teacher's. Large ones are fake
-    tensors, on which a loss that looks at values cannot be tried.
+    What is small is real: the student's own activations where it has computed them, and random numbers for the
+    teacher's and for weights that were not made. What is large is a fake tensor, on which a loss that looks at values
+    cannot be tried.
 
     Args:
         pair: resolved.
-        ours: the student's activations, as a dry run captured them.
-        theirs: the teacher's, of which the shapes and types count: fake and meta tensors will do.
+        ours: the student's activations, as a dry run captured them: real, fake or meta tensors.
+        theirs: the teacher's, of which the shapes and types count.
         batch: as a training step gets it.
-        student: for losses that read its weights.
-        teacher: likewise; its weights may not exist.
+        student: for losses that read its weights, of which the shapes and types count as well.
+        teacher: likewise.
 
     Returns:
         why nothing was tried, or ``None``: the term can be computed.
@@ -50,21 +53,24 @@ def try_loss(
     >>> model = nn.Linear(4, 4)
     >>> try_loss(pair, [torch.ones(2, 4)], [torch.ones(2, 8, device="meta")], None, model, model)
     """
-    if hasattr(pair.loss, "bind") and any(p.is_meta for p in (*teacher.parameters(), *teacher.buffers())):
-        return "it reads the teacher's weights, which were not made"
-    tensors = [value for value in (*ours, *theirs) if isinstance(value, Tensor)]
-    small = sum(math.prod(tensor.shape) for tensor in tensors) <= _SMALL
+    models = (student, teacher) if hasattr(pair.loss, "bind") else ()
+    weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    small = sum(math.prod(t.shape) for t in (*iter_tensors([ours, theirs]), *weights)) <= _SMALL
     with ExitStack() as stack:
         stack.enter_context(isolate_rng(include_cuda=False))
         stack.enter_context(torch.no_grad())
-        if not small:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        mine = list(ours) if small else [_stand_in(value) for value in ours]
-        its = [_stand_in(value) for value in theirs]
+        mode = nullcontext() if small else FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            bound_to = [_with_weights(model, mode) if _lacks_weights(model) else model for model in models]
+        except Exception as error:
+            return f"it reads weights that were not made, of a model that cannot be copied ({error})"
+        stack.enter_context(mode)
+        mine = map_tensors(lambda t: t if small and not _is_empty(t) else _stand_in(t), list(ours))
+        its = map_tensors(_stand_in, list(theirs))
         try:
             bound = BoundPair(pair, *(_sizes(pair, side) for side in (mine, its)))
             bound.set_to(0, 0)
-            bound.bind(student, teacher)
+            bound.bind(*(bound_to or (student, teacher)))
             bound(mine, its, batch)
         except (TypeError, ValueError, LookupError):
             raise
@@ -75,12 +81,29 @@ def try_loss(
     return None
 
 
-def _stand_in(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.is_floating_point():
-        return torch.randn(value.shape, dtype=value.dtype)
-    return torch.zeros(value.shape, dtype=value.dtype)
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether it has a shape and a type only."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _lacks_weights(model: nn.Module) -> bool:
+    return any(_is_empty(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _with_weights(model: nn.Module, mode: AbstractContextManager[Any]) -> nn.Module:
+    """A copy of a model with stand-ins for its weights."""
+
+    def made(tensor: Tensor) -> Tensor:
+        with mode:
+            return _stand_in(tensor)
+
+    return twin_of(model, made)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _sizes(pair: Pair, values: Sequence[Any]) -> list[torch.Size] | None:

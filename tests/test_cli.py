@@ -101,6 +101,10 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str], code: int)
             "no option 'losses.scores.bta'. Did you mean losses.scores.beta",
         ),
         (["loss@losses.scor=mse"], "no option 'loss@losses.scor'. Did you mean losses.scores?"),
+        (
+            ["recipe=digits", "teacher={_target_: mine.Teacher, depth: 3}"],
+            "What is given for 'teacher' has an option that this recipe has not there. To add it: ++teacher=...",
+        ),
         (["logger=tensorbord"], "Could not find 'logger/tensorbord'"),
         (["report", "nowhere"], "There is no folder nowhere."),
     ],

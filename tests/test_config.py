@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from omegaconf import OmegaConf
 from softs_lightning import DistillationCallback, Pair, config
 from softs_lightning.catalog import recipes
 from softs_lightning.compose import WRITE_NOTHING, compose
-from softs_lightning.config import Refusal, build, check, nearest
+from softs_lightning.config import Refusal, build, check, in_braces, nearest
 
 
 def number(*, real: float = 0.0, imag: float = 0.0) -> complex:
@@ -221,3 +223,71 @@ def test_a_recipe_without_scales_says_so(tmp_path: Any) -> None:
     (tmp_path / "recipe" / "own.yaml").write_text("# @package _global_\ndefaults: [/trainer: cpu]\n")
     with pytest.raises(Refusal, match="the recipe own has no settings at another scale"):
         composed("--config-dir", str(tmp_path), "recipe=own", "+scale=paper")
+
+
+# Arms whose names are more than letters and digits: Hydra takes them in braces only.
+
+STEPS = "{trainer: {max_steps: 5}}"
+LIST = "To leave it out, or to change an element of a list, copy the recipe"
+
+
+@pytest.mark.parametrize(
+    ("argument", "name", "instead"),
+    [
+        ("arms.scores and states.trainer.max_steps=5", "scores and states", STEPS),
+        ("arms.'scores and states'.trainer.max_steps=5", "scores and states", STEPS),
+        ('+arms."scores and states".trainer={max_steps: 5}', "scores and states", STEPS),
+        ("arms.scores_and_states.trainer.max_steps=5", "scores and states", STEPS),
+        ("arms.alone, twice the steps.trainer.max_steps=5", "alone, twice the steps", STEPS),
+        ("arms.alone_twice_the_steps.trainer.max_steps=5", "alone, twice the steps", STEPS),
+        ("arms.on policy.pairs.0.weight=2", "on policy", None),
+        ("~arms.on policy", "on policy", None),
+    ],
+)
+def test_how_an_arm_is_named_on_the_command_line_is_said_and_works(
+    argument: str, name: str, instead: str | None
+) -> None:
+    with pytest.raises(
+        Refusal, match=f"Hydra takes no key with the name of the arm '{name}' in it"
+    ) as raised:
+        composed("recipe=causal-lm", argument)
+    if instead is None:
+        assert LIST in str(raised.value)
+        return
+    (written,) = shlex.split(str(raised.value).partition("Write: ")[2])
+    before, after = composed("recipe=causal-lm").arms, composed("recipe=causal-lm", written).arms
+    assert list(after) == list(before)
+    assert after[name].trainer.max_steps == 5
+    del after[name].trainer.max_steps
+    assert {key: node for key, node in after[name].items() if node} == {
+        key: node for key, node in before[name].items() if key != "trainer"
+    }
+    assert all(after[other] == before[other] for other in before if other != name)
+
+
+def test_an_arm_is_not_doubled_by_another_spelling() -> None:
+    with pytest.raises(
+        Refusal, match=r"has both 'on policy' and 'on_policy'.*'\+\+arms=\{on policy: \{\.\.\."
+    ):
+        check(composed("recipe=causal-lm", "+arms.on_policy.trainer.max_steps=5"))
+    check(composed("recipe=causal-lm", "+arms.another.trainer.max_steps=5"))
+
+
+@pytest.mark.parametrize("name", ["a, b: c = (d)", "[e] {f}", "back\\slash", "50 % more"])
+def test_an_arm_of_nearly_any_name_is_changed_in_braces(name: str) -> None:
+    (written,) = shlex.split(in_braces(name, STEPS))
+    assert composed("recipe=causal-lm", written).arms[name] == {"trainer": {"max_steps": 5}}
+
+
+@pytest.mark.parametrize("name", ["the teacher's", "größer als"])
+def test_an_arm_that_hydra_cannot_spell_is_for_a_copy(name: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    text = f'# @package _global_\ndefaults: [/recipe/digits, _self_]\narms: {{"{name}": {{}}}}\n'
+    (tmp_path / "recipe" / "own.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(Refusal, match=f"name of the arm .{name}. in it. Copy the recipe"):
+        composed("--config-dir", str(tmp_path), "recipe=own", f"arms.{name}.trainer.max_steps=5")
+
+
+def test_a_second_mistake_does_not_hide_the_first() -> None:
+    with pytest.raises(Refusal, match=r"arms\.on policy\.trainer\.max_steps"):
+        composed("recipe=causal-lm", "trainer=tpu", "arms.on policy.trainer.max_steps=5")

@@ -6,12 +6,17 @@ import ast
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import softs_lightning.conf
+from softs_lightning.catalog import recipes, scales
+from softs_lightning.config import check
 from softs_lightning.report import Result
+from tests.test_config import composed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / ".docs"
@@ -120,3 +125,33 @@ def test_every_committed_result_makes_a_section(pages: ModuleType) -> None:
     text = pages.results_page(ROOT / "recipes")
     for file in (ROOT / "recipes" / "results").glob("*.json"):
         assert f"\n## {file.stem}\n" in text
+
+
+def _commands(name: str) -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.*?)```", page(name), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [words[1:] for words in lines if words[:1] == ["softs-distill"]]
+
+
+def test_the_commands_on_recipes_compose() -> None:
+    found = [
+        [word for word in words if word != "explain"]
+        for words in _commands("recipes.md")
+        if any(word.startswith("recipe=") for word in words) and "--config-dir" not in words
+    ]
+    assert len(found) == 5
+    for arguments in found:
+        check(composed(*arguments))
+
+
+def test_the_scales_on_recipes_are_those_that_there_are() -> None:
+    named = set(re.findall(r"`recipe=([\w-]+) \+scale=([\w-]+)`", page("recipes.md")))
+    there = {(recipe, scale) for recipe in recipes() for scale in scales(recipe)}
+    assert named == {(recipe, scale) for recipe, scale in there if scale != "paper"}
+    assert {recipe for recipe, scale in there if scale == "paper"} == set(recipes())
+
+
+def test_the_teacher_on_recipes_is_that_of_the_group() -> None:
+    file = Path(softs_lightning.conf.__file__).parent / "teacher" / "smollm2.yaml"
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert "\n".join(["```yaml", *lines, "```"]) in page("recipes.md")

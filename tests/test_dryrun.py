@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from typing import Any
 
 import lightning as L
@@ -53,6 +54,16 @@ def test_sizes_are_found_and_nothing_changes() -> None:
     assert "log" not in student.__dict__
     assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
     assert all(not m._forward_hooks for m in student.modules())
+
+
+def test_what_cannot_be_copied_is_shared_and_the_layer_that_holds_it_is_not() -> None:
+    student = Student().eval()
+    student.net[1].lock = threading.Lock()  # type: ignore[assignment]
+    before = copy.deepcopy(student.state_dict())
+    spec = ProductSpec.parse("outputs[net]")
+    assert sizes(rehearse(student, torch.ones(5, 4), spec), spec) == [torch.Size([5, 2])]
+    assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    assert not any(module.training for module in student.modules())
 
 
 def test_sizes_of_what_is_no_tensor_say_how_to_pick() -> None:

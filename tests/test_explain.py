@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from softs_lightning.config import Refusal
-from softs_lightning.explain import examine, explain_recipe
+from softs_lightning import ProductSpec
+from softs_lightning.config import ALONE, Refusal, arms, build
+from softs_lightning.explain import Plan, distils, examine, explain_recipe, parameters
+from softs_lightning.pretrained import without_weights
+from softs_lightning.recipes.digits import DigitsStudent
+from softs_lightning.sketch import Sketch
 from tests.test_config import composed
 
 BATCH = 250
@@ -73,9 +79,87 @@ def test_the_text_holds_all_of_it() -> None:
     assert "student  DigitsStudent, 1,898 parameters" in text
     assert "pair scores: KLDivergence, weight 0.9, no projector" in text
     saved = 100 * REST / (TRUNK + EARLY + REST)
-    stop, how = text.splitlines()[-2:]
+    stop, how, how_the_student = text.splitlines()[-3:]
     assert stop.endswith(f"{saved:.1f} % saved.")
     assert how.startswith("Found by a scan of the teacher")
+    assert how_the_student == "Of the student's step nothing was computed, and no weights of it were made."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("recipe=causal-lm",),
+        ("recipe=fashion-features",),
+        ("recipe=multi-teacher",),
+        ("recipe=cross-architecture",),
+    ],
+    ids=lambda arguments: " ".join(arguments) or "digits",
+)
+def test_a_sketch_of_the_student_shows_what_its_step_shows(arguments: tuple[str, ...]) -> None:
+    recipe = composed(*arguments)
+    for name, arm in arms(recipe).items():
+        if name == ALONE or not distils(arm):
+            continue
+        with without_weights():
+            real, sketched = examine(arm), examine(arm, computing=False)
+        assert (sketched.student, sketched.student_parameters) == (real.student, real.student_parameters)
+        assert sketched.ran is None
+        assert [_rows(plan) for plan in sketched.plans] == [_rows(plan) for plan in real.plans]
+        assert [plan.untried for plan in sketched.plans] == [plan.untried for plan in real.plans]
+
+
+def _rows(plan: Plan) -> Any:
+    return [(pair.name, str(pair.student), theirs, ours) for pair, theirs, ours in plan.pairs]
+
+
+def test_a_large_student_takes_no_memory() -> None:
+    """GPT-2 on 4,096 tokens: the scores alone are 823 MB, the weights 498."""
+    recipe = composed("recipe=causal-lm", "+scale=paper")
+    tokens = torch.zeros(recipe.data.batch_size, recipe.data.length, dtype=torch.long)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, without_weights():
+        student = Sketch(lambda: build(recipe.student, "student"))
+        spec = ProductSpec.parse(recipe.pairs[0].student)
+        (value,) = student.rehearse({"input_ids": tokens, "labels": tokens}, spec).select()
+    assert value.shape == (8, 512, 768)
+    assert sum(max(event.self_cpu_memory_usage, 0) for event in profile.events()) < 1e6
+    assert parameters(student.module) == 124_439_808
+
+
+class Guessing(DigitsStudent):
+    """Its step looks at values, and so does its making."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.share = torch.ones(1).item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch["image"].sum() > -1e9:
+            batch_idx += 1
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def test_a_student_that_has_to_run_is_said_to() -> None:
+    text = explain_recipe(composed("student._target_=tests.test_explain.Guessing"))
+    last = text.splitlines()[-1]
+    assert last.startswith(
+        "The student's step had to run for real, a scan of it failed: GuardOnDataDependentSymNode: "
+    )
+    (seen,) = [examine(composed("student._target_=tests.test_explain.Guessing"), computing=False)]
+    assert seen.made == "RuntimeError: Tensor.item() cannot be called on meta tensors"
+
+
+def test_losses_that_read_heads_are_tried_without_weights() -> None:
+    recipe = composed("recipe=causal-lm", "arms=null")
+    assert "not tried" not in explain_recipe(recipe)
+    with pytest.raises(
+        Refusal, match=r"pair 'scores': .*teacher hidden states have 512 features, its head takes"
+    ):
+        explain_recipe(composed("recipe=causal-lm", "arms=null", "pairs.0.teacher='outputs[model.lm_head]'"))
+    with pytest.warns(UserWarning, match="the student's head has 600 entries, the teacher's 512"):
+        explain_recipe(composed("recipe=causal-lm", "arms=null", "student.shape.vocab_size=600"))
 
 
 def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:

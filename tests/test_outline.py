@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from softs_lightning import ProductSpec, Teacher
@@ -142,3 +143,20 @@ def test_wrong_requests_are_errors_before_anything_is_built_for_real() -> None:
     with pytest.raises(TypeError, match="none is in the batch"):
         outline(Teacher(factory), {"x": 1}, ProductSpec.parse("outputs[pooler]")).__enter__()
     assert built == [True, True]
+
+
+def test_what_a_function_remembers_of_a_scan_is_forgotten() -> None:
+    @functools.lru_cache  # here: what is there before all tests is no longer seen by the garbage collector
+    def mask(size: int) -> Tensor:
+        return torch.ones(size, size).tril()
+
+    class Remembering(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ mask(4).to(x.device)
+
+    x, spec = torch.ones(3, 4), ProductSpec.parse("outputs[.]")
+    for _ in range(2):
+        with outline(Teacher(lambda: Remembering(4, 4)), x, spec) as seen:
+            assert seen.ran is None
+    assert mask.cache_info().currsize == 0
+    assert type(Remembering(4, 4)(x)) is Tensor

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from softs_lightning import Pair
 from softs_lightning.losses import LinearKL
+from softs_lightning.pairing import BoundPair
 from softs_lightning.trial import try_loss
 
 MODEL = nn.Linear(1, 1)
@@ -71,14 +76,80 @@ def test_a_mask_that_the_batch_lacks_is_found_out() -> None:
         tried(pair(loss, mask="valid"), torch.ones(2, 3), torch.ones(2, 3), {"x": torch.ones(2)})
 
 
-def test_a_loss_that_reads_weights_waits_for_them() -> None:
-    loss = LinearKL(student_head="head", teacher_head="head")
-    here = nn.ModuleDict({"head": nn.Linear(4, 9, bias=False)})
-    there = nn.ModuleDict({"head": nn.Linear(4, 9, bias=False, device="meta")})
-    values = [torch.ones(2, 4)], [torch.ones(2, 4)]
-    assert try_loss(pair(loss), *values, None, here, here) is None
-    why = try_loss(pair(loss), *values, None, here, there)
-    assert why == "it reads the teacher's weights, which were not made"
+def headed(words: int, *, width: int = 4, on: str = "meta") -> nn.Module:
+    """A model that has nothing but a head; by default without weights."""
+    return nn.ModuleDict({"head": nn.Linear(width, words, bias=False, device=on)})
+
+
+def by_heads(student: nn.Module, teacher: nn.Module, *, width: int = 4, **options: Any) -> str | None:
+    loss = pair(LinearKL(student_head="head", teacher_head="head"), **options)
+    ours, theirs = torch.ones(2, 4, device="meta"), torch.ones(2, width, device="meta")
+    why = try_loss(loss, [ours], [theirs], {"valid": torch.tensor([1, 0])}, student, teacher)
+    with pytest.raises(RuntimeError, match="does not know the heads yet"):
+        loss.loss.heads()  # type: ignore[attr-defined]  # the pair's own is bound to nothing
+    return why
+
+
+@pytest.mark.parametrize("on", ["meta", "cpu"])
+def test_a_loss_that_reads_weights_is_tried_with_stand_ins_for_them(on: str) -> None:
+    student = headed(9, on=on)
+    assert by_heads(student, headed(9)) is None
+    assert by_heads(student, headed(9), mask="valid") is None
+    assert all(p.device.type == on for p in student.parameters())
+
+
+def test_weights_of_sixteen_terabytes_are_tried_without_values() -> None:
+    assert by_heads(headed(2**40), headed(2**40)) is None
+    why = by_heads(headed(2**40), headed(2**40), mask="valid")
+    assert why is not None
+    assert why.startswith("DynamicOutputShapeException")
+
+
+@pytest.mark.parametrize("words", [8, 2**24])
+def test_weights_that_do_not_fit_are_refused_as_the_first_step_refuses_them(words: int) -> None:
+    bound = BoundPair(pair(LinearKL(student_head="head", teacher_head="head")))
+    bound.bind(headed(9, on="cpu"), headed(8, on="cpu"))
+    with pytest.raises(ValueError, match="teacher hidden states have 5 features, its head takes 4") as first:
+        bound([torch.ones(2, 4)], [torch.ones(2, 5)], None)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(first.value))}$"):
+        by_heads(headed(9), headed(words), width=5)
+
+
+@pytest.mark.parametrize("words", [8, 2**24])
+def test_of_unlike_vocabularies_the_same_is_said_as_by_the_first_step(words: int) -> None:
+    """Most are padded unlike, so the shared part is compared, with a warning."""
+    with pytest.warns(
+        UserWarning, match=f"has 9 entries, the teacher's {words}: the first {min(9, words)} are"
+    ):
+        assert by_heads(headed(9), headed(words)) is None
+
+
+def test_a_model_that_cannot_be_copied_is_named() -> None:
+    class Single(nn.ModuleDict):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise RuntimeError("there is one")
+
+    why = by_heads(headed(9), Single({"head": nn.Linear(4, 9, device="meta")}))
+    assert why == "it reads weights that were not made, of a model that cannot be copied (there is one)"
+
+
+@pytest.mark.parametrize("pick", [False, True])
+def test_fake_activations_are_tried_by_stand_ins(pick: bool) -> None:
+    with FakeTensorMode():
+        ours, theirs = torch.ones(2, 3), torch.ones(2, 3)
+    seen: list[Tensor] = []
+
+    def loss(student: Tensor, teacher: Tensor) -> Tensor:
+        seen.extend((student, teacher))
+        return student.mean()
+
+    if pick:
+        with pytest.raises(TypeError, match=r"is a tuple of 2 \(Tensor, int\), not a tensor"):
+            try_loss(pair(loss), [(ours, 1)], [theirs], None, MODEL, MODEL)
+        return
+    assert tried(pair(loss), ours, theirs) is None
+    assert [type(value) for value in seen] == [Tensor, Tensor]
+    assert [value.shape for value in seen] == [(2, 3), (2, 3)]
 
 
 def test_nothing_is_drawn_from_the_random_state() -> None:

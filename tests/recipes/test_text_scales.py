@@ -18,10 +18,6 @@ from tests.test_config import composed
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(softs_lightning.recipes.__file__).parent
-SMALL = {
-    "causal-lm": ("data.batch_size=1", "data.length=16", "data.prompt=4"),
-    "causal-lm-pretrained": ("data.batch_size=1", "data.length=16"),
-}
 
 # What the papers' models have: parameters of the student, of the teacher, and where that stops.
 PAPERS = {
@@ -37,8 +33,7 @@ PAPERS = {
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_paper_setting_is_explained_without_weights(name: str) -> None:
-    small = SMALL.get(name, ("data.batch_size=2", "data.max_length=12"))
-    recipe = composed(f"recipe={name}", "+scale=paper", *small)
+    recipe = composed(f"recipe={name}", "+scale=paper")
     check(recipe)
     if (
         recipe.teacher._target_ == "softs_lightning.Pretrained"
