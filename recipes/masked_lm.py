@@ -89,6 +89,10 @@ class MaskedText(L.LightningDataModule):
         """A hash of everything a training run on this data can see."""
         return hashlib.sha256(self.train.numpy().tobytes()).hexdigest()
 
+    def example_batch(self) -> Batch:
+        """Two passages: enough to look at models, however large the batch is that they will be trained on."""
+        return self.masked(self.train[:2], seed=0)
+
     def masked(self, ids: Tensor, *, seed: int) -> Batch:
         """A batch of these rows `(batch, tokens)`, masked as a generator of that seed says."""
         return self._mask(ids, torch.Generator().manual_seed(seed))
@@ -200,10 +204,15 @@ class MaskedLanguageModel(L.LightningModule):
         scores: Tensor = self.model.cls.predictions.decoder(states(self.model, input_ids, attention_mask))
         return scores
 
-    def on_fit_start(self) -> None:
-        if self.frequencies:
-            tokens = cast(MaskedText, cast(Any, self.trainer).datamodule).train.flatten()
-            counts = torch.bincount(tokens, minlength=self.model.config.vocab_size) + 0.1
+    def setup(self, stage: str) -> None:
+        # Not later: what a checkpoint holds has the last word.
+        if stage == "fit" and self.frequencies:
+            data = cast(Any, self.trainer).datamodule
+            if not isinstance(data, MaskedText):
+                raise TypeError(
+                    f"frequencies=True counts the tokens of a MaskedText, not of {type(data).__name__}"
+                )
+            counts = torch.bincount(data.train.flatten(), minlength=self.model.config.vocab_size) + 0.1
             with torch.no_grad():
                 self.model.cls.predictions.bias.copy_((counts / counts.sum()).log())
 

@@ -195,7 +195,7 @@ def test_a_student_is_the_teachers_layers_embeddings_and_head() -> None:
     random = MaskedLanguageModel(source=lambda: teacher, layers=[0, 2, 4], random=True).model.state_dict()
     assert {n: v.shape for n, v in random.items()} == {n: v.shape for n, v in own.items()}
     assert not any(torch.equal(random[n], own[n]) for n in own if own[n].ndim > 1)
-    with pytest.raises(TypeError, match="a BertForMaskedLM is wanted, .* got BertModel"):
+    with pytest.raises(TypeError, match=r"a BertForMaskedLM is wanted, .* got BertModel"):
         MaskedLanguageModel(source=lambda: BertModel(tiny().config))
 
 
