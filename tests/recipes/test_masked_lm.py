@@ -37,7 +37,7 @@ def tiny(layers: int = 6, seed: int = 0) -> BertForMaskedLM:
     return BertForMaskedLM(
         BertConfig(
             num_hidden_layers=layers, hidden_size=16, intermediate_size=16, num_attention_heads=2,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
         )
     ).eval()  # fmt: skip
 
@@ -241,7 +241,7 @@ class Watch(L.Callback):
 
     @staticmethod
     def _keep(kept: list[Tensor], module: Any, args: Any, kwargs: Any) -> None:
-        kept.append(kwargs["input_ids"].clone())
+        kept.append((args[0] if args else kwargs["input_ids"]).clone())
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -284,15 +284,14 @@ def test_the_loss_is_the_papers(step: tuple[Watch, MaskedLanguageModel, MaskedLa
                 m.model.double().eval()(**inputs, output_hidden_states=True) for m in (student, teacher)
             )
         real, asked = batch["attention_mask"] == 1, batch["labels"] != -100
-        log_ours, log_theirs = (side.logits.log_softmax(-1) for side in (ours, theirs))
-        words = -log_ours[asked].gather(1, batch["labels"][asked][:, None]).mean()
+        words = -ours.logits.log_softmax(-1)[asked].gather(1, batch["labels"][asked][:, None]).mean()
         soft, softer = ((side.logits / 2).log_softmax(-1)[real] for side in (ours, theirs))
         scores = 4 * (softer.exp() * (softer - soft)).sum(-1).mean()
         last, its = (side.hidden_states[-1][real] for side in (ours, theirs))
         cosine = (last * its).sum(-1) / (last.norm(dim=-1) * its.norm(dim=-1))
-        assert float(scores) > 1e-6
+        assert float(scores) > 0.1
+        assert float(cosine.mean()) < 0.99
         assert loss == pytest.approx(float(2 * words + 5 * scores + (1 - cosine).mean()), rel=1e-5)
-        assert torch.isfinite(log_theirs).all()
 
 
 def test_the_recipes_ways_differ_as_they_are_called() -> None:
