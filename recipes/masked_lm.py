@@ -25,7 +25,7 @@ from softs_lightning.recipes.text import SourceFolder, load_tokenizer, minilm, m
 from softs_lightning.recipes.wikipedia import articles
 from softs_lightning.surgery import from_teacher
 
-__all__ = ["MaskedLanguageModel", "MaskedText", "guesses", "minilm_with_a_head"]
+__all__ = ["MaskedLanguageModel", "MaskedText", "guesses", "minilm_with_a_head", "places"]
 
 IGNORED = -100  # the label of a token that nobody is asked for
 JUDGED_ROWS = 32  # at a time
@@ -231,7 +231,7 @@ class MaskedLanguageModel(L.LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         steps = int(self.trainer.estimated_stepping_batches)
-        line = get_linear_schedule_with_warmup(optimizer, math.ceil(self.warmup * steps), steps)
+        line = cast(Any, get_linear_schedule_with_warmup)(optimizer, math.ceil(self.warmup * steps), steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": line, "interval": "step"}}
 
 
@@ -252,11 +252,15 @@ def states(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return entering
 
 
+def places(batch: Batch) -> Tensor:
+    """The places that somebody is asked for, `(batch, tokens)`; as a pair's `mask`, the only ones that are compared."""
+    return batch["labels"] != IGNORED
+
+
 def asked(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Scores `(words, vocabulary)` and labels `(words,)` at the places that somebody is asked for."""
-    places = batch["labels"] != IGNORED
-    entering = states(model, batch["input_ids"], batch["attention_mask"])[places]
-    return model.cls.predictions.decoder(entering), batch["labels"][places]
+    """Scores `(words, vocabulary)` and labels `(words,)` at these places."""
+    entering = states(model, batch["input_ids"], batch["attention_mask"])[places(batch)]
+    return model.cls.predictions.decoder(entering), batch["labels"][places(batch)]
 
 
 def minilm_with_a_head() -> PreTrainedModel:
@@ -283,7 +287,7 @@ def guesses(model: nn.Module, *, data: MaskedText, teacher: nn.Module) -> dict[s
         total += float(nn.functional.cross_entropy(scores.double(), labels, reduction="sum"))
         right += int((scores.argmax(-1) == labels).sum())
         alike += int((scores.argmax(-1) == liked).sum())
-    count = int((data.test["labels"] != IGNORED).sum())
+    count = int(places(data.test).sum())
     return {
         "nats per masked word": total / count,
         "guessed right": 100 * right / count,

@@ -34,12 +34,14 @@ EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 def tiny(layers: int = 6, seed: int = 0) -> BertForMaskedLM:
     """A BERT with BERT's vocabulary that costs next to nothing, without dropout."""
     torch.manual_seed(seed)
-    return BertForMaskedLM(
+    model = BertForMaskedLM(
         BertConfig(
             num_hidden_layers=layers, hidden_size=16, intermediate_size=16, num_attention_heads=2,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
         )
-    ).eval()  # fmt: skip
+    )  # fmt: skip
+    model.train(False)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -327,4 +329,4 @@ def test_the_judge_counts_as_an_independent_one_does(data: MaskedText) -> None:
     assert found["nats per masked word"] == pytest.approx(nats / len(labels), rel=1e-6)
     assert found["guessed right"] == pytest.approx(100 * accuracy_score(labels, guess))
     assert found["as the teacher"] == pytest.approx(100 * accuracy_score(its, guess))
-    assert guesses(teacher.float(), data=few, teacher=teacher)["as the teacher"] == 100
+    assert guesses(teacher.to(torch.float32), data=few, teacher=teacher)["as the teacher"] == 100
