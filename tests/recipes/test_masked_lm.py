@@ -17,17 +17,20 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from softs_lightning.callback import DistillationCallback
-from softs_lightning.config import build
+from softs_lightning.config import build, check
+from softs_lightning.experiment import run_recipe
 from softs_lightning.explain import build_callbacks
 from softs_lightning.recipes.masked_lm import MaskedLanguageModel, MaskedText, guesses, minilm_with_a_head
 from softs_lightning.recipes.text import load_tokenizer, minilm, minilm_folder
 from softs_lightning.recipes.wikipedia import articles, plain
+from softs_lightning.surgery import from_teacher
 from tests.test_config import composed
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 30522
 HEAD = "cls.predictions.decoder.weight"
+NATS = "nats per masked word"
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 
 
@@ -326,7 +329,43 @@ def test_the_judge_counts_as_an_independent_one_does(data: MaskedText) -> None:
                 guess.append(int(ours[place].argmax()))
                 its.append(int(theirs[place].argmax()))
                 labels.append(int(row[place]))
-    assert found["nats per masked word"] == pytest.approx(nats / len(labels), rel=1e-6)
+    assert found[NATS] == pytest.approx(nats / len(labels), rel=1e-6)
     assert found["guessed right"] == pytest.approx(100 * accuracy_score(labels, guess))
     assert found["as the teacher"] == pytest.approx(100 * accuracy_score(its, guess))
     assert guesses(teacher.to(torch.float32), data=few, teacher=teacher)["as the teacher"] == 100
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_students_of_a_run_start_as_what_is_cut_from_its_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    numbers = ["one", "two", "three", "four", "five", "six", "seven"]
+    rows = [" ".join(numbers[(i * j + i) % 7] for j in range(12)) for i in range(7)]
+    file.write_text("\n".join(f"{i} {row}" for i in range(20) for row in rows))
+    text = ("data.text", "+teacher.data.text")
+    recipe = composed(
+        "recipe=distilbert-init",
+        *(f"{name}={file}" for name in text),
+        *("data.max_length=16", "teacher.data.max_length=16", "student.layers=[0]", "student.lr=0.0"),
+        *(
+            "teacher.module.source._target_=tests.recipes.test_masked_lm.tiny",
+            "+teacher.module.source.layers=2",
+        ),
+        *("teacher.module.lr=1e-2", "teacher.trainer.max_steps=60", f"teacher.cache_dir={tmp_path}"),
+        "pairs.1.teacher='outputs[model.bert.encoder.layer.1]'",
+        "pairs.1.student='outputs[model.bert.encoder.layer.0]'",
+        *("trainer.max_steps=1", "trainer.enable_progress_bar=false", "seeds=[0,1]"),
+        "+teacher.trainer.enable_progress_bar=false",
+    )
+    check(recipe)
+    found = run_recipe(recipe, name="distilbert-init", directory=tmp_path)
+    teacher = build(recipe.teacher, "teacher")().model
+    cut = from_teacher(teacher, layers=[0]).train(False)
+    expected = guesses(cut, data=build(recipe.data, "data"), teacher=teacher)
+    arms = {arm.name: arm.scores for arm in found.arms}
+    assert arms["alone"] == arms["distilled"] == (pytest.approx(expected), pytest.approx(expected))
+    assert arms["random"] == arms["distilled from random"]
+    for name in ("alone", "random"):
+        assert all(found.teacher[NATS] < scores[NATS] for scores in arms[name])
+    assert arms["random"][0] != arms["random"][1]
