@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from softs_lightning.callback import DistillationCallback
-from softs_lightning.config import build, check
+from softs_lightning.config import arms, build, check
 from softs_lightning.experiment import run_recipe
 from softs_lightning.explain import build_callbacks
 from softs_lightning.recipes.masked_lm import MaskedLanguageModel, MaskedText, guesses, minilm_with_a_head
@@ -255,10 +255,15 @@ class Watch(L.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-@pytest.fixture(scope="module")
-def step(data: MaskedText) -> tuple[Watch, MaskedLanguageModel, MaskedLanguageModel]:
+Step = tuple["Watch", MaskedLanguageModel, MaskedLanguageModel, bool]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["masked places", "every token"])
+def step(data: MaskedText, request: pytest.FixtureRequest) -> Step:
     """Two steps of the recipe's own distillation with a small teacher, at a rate of zero."""
     recipe = composed("recipe=distilbert-init")
+    if request.param:
+        recipe.pairs[0].mask = True
     teacher = MaskedLanguageModel(source=tiny)
     student = MaskedLanguageModel(source=lambda: teacher, layers=recipe.student.layers, lr=0.0)
     pairs = [build(pair, "pairs") for pair in recipe.pairs]
@@ -267,11 +272,11 @@ def step(data: MaskedText) -> tuple[Watch, MaskedLanguageModel, MaskedLanguageMo
     )
     watch = Watch(teacher.model, student.model)
     fit(student, data, callback, watch, steps=2)
-    return watch, student, teacher
+    return watch, student, teacher, request.param
 
 
-def test_teacher_and_student_see_the_same_masked_words(step: tuple[Watch, Any, Any]) -> None:
-    watch, _, _ = step
+def test_teacher_and_student_see_the_same_masked_words(step: Step) -> None:
+    watch, *_ = step
     theirs, ours = watch.seen
     assert len(theirs) == len(ours) == len(watch.batches) == 2
     for a, b, batch in zip(theirs, ours, watch.batches, strict=True):
@@ -280,8 +285,8 @@ def test_teacher_and_student_see_the_same_masked_words(step: tuple[Watch, Any, A
         assert int((a == 103).sum()) > 0
 
 
-def test_the_loss_is_the_papers(step: tuple[Watch, MaskedLanguageModel, MaskedLanguageModel]) -> None:
-    watch, student, teacher = step
+def test_the_loss_is_the_papers(step: Step) -> None:
+    watch, student, teacher, everywhere = step
     for batch, loss in zip(watch.batches, watch.losses, strict=True):
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with torch.no_grad():
@@ -290,7 +295,8 @@ def test_the_loss_is_the_papers(step: tuple[Watch, MaskedLanguageModel, MaskedLa
             )
         real, asked = batch["attention_mask"] == 1, batch["labels"] != -100
         words = -ours.logits.log_softmax(-1)[asked].gather(1, batch["labels"][asked][:, None]).mean()
-        soft, softer = ((side.logits / 2).log_softmax(-1)[real] for side in (ours, theirs))
+        compared = real if everywhere else asked
+        soft, softer = ((side.logits / 2).log_softmax(-1)[compared] for side in (ours, theirs))
         scores = 4 * (softer.exp() * (softer - soft)).sum(-1).mean()
         last, its = (side.hidden_states[-1][real] for side in (ours, theirs))
         cosine = (last * its).sum(-1) / (last.norm(dim=-1) * its.norm(dim=-1))
@@ -300,9 +306,19 @@ def test_the_loss_is_the_papers(step: tuple[Watch, MaskedLanguageModel, MaskedLa
 
 
 def test_the_recipes_ways_differ_as_they_are_called() -> None:
-    recipe = composed("recipe=distilbert-init")
-    (callback,) = (c for c in build_callbacks(recipe) if isinstance(c, DistillationCallback))
-    assert [(pair.name, pair.weight) for pair in callback.pairs] == [("scores", 5.0), ("states", 1.0)]
+    ways = arms(composed("recipe=distilbert-init"))
+
+    def terms(name: str) -> dict[str, float]:
+        (callback,) = (c for c in build_callbacks(ways[name]) if isinstance(c, DistillationCallback))
+        return {"words": callback.task_weight, **{pair.name: pair.weight for pair in callback.pairs}}
+
+    whole = {"words": 2.0, "scores": 5.0, "states": 1.0}  # the paper's weights
+    assert terms("distilled") == terms("distilled from random") == whole
+    assert terms("without masked words") == {**whole, "words": 0.0}
+    assert terms("without states") == {"words": 2.0, "scores": 5.0}
+    assert ways["without states"].pairs[0] == ways["distilled"].pairs[0]
+    assert {name for name, way in ways.items() if way.student.random} == {"distilled from random", "random"}
+    assert {name for name, way in ways.items() if way.callbacks.distill is None} == {"random"}
 
 
 # -- the judge -------------------------------------------------------------------------------------
@@ -363,9 +379,9 @@ def test_students_of_a_run_start_as_what_is_cut_from_its_teacher(tmp_path: Path)
     teacher = build(recipe.teacher, "teacher")().model
     cut = from_teacher(teacher, layers=[0]).train(False)
     expected = guesses(cut, data=build(recipe.data, "data"), teacher=teacher)
-    arms = {arm.name: arm.scores for arm in found.arms}
-    assert arms["alone"] == arms["distilled"] == (pytest.approx(expected), pytest.approx(expected))
-    assert arms["random"] == arms["distilled from random"]
+    scores = {arm.name: arm.scores for arm in found.arms}
+    assert scores["alone"] == scores["distilled"] == (pytest.approx(expected), pytest.approx(expected))
+    assert scores["random"] == scores["distilled from random"]
     for name in ("alone", "random"):
-        assert all(found.teacher[NATS] < scores[NATS] for scores in arms[name])
-    assert arms["random"][0] != arms["random"][1]
+        assert all(found.teacher[NATS] < one[NATS] for one in scores[name])
+    assert scores["random"][0] != scores["random"][1]
