@@ -44,7 +44,7 @@ class MaskedText(L.LightningDataModule):
         max_length: tokens in a passage, with the two that begin and end it.
         share: of the tokens that somebody is asked for: of these 80 % are masked, 10 % are replaced by any other
             and 10 % stay.
-        judged: how many of the passages kept for the judge are used, spread over all of them; `None`: all.
+        judged: how many at most of the passages kept for the judge are used, spread over them; `None`: all.
         text: a file with one document a line instead of Wikipedia.
         tokenizer: a folder or name of the teacher's tokenizer; by default MiniLM's, which is BERT's.
         seed: the order of the batches, and what is masked in them.
@@ -58,7 +58,7 @@ class MaskedText(L.LightningDataModule):
         self,
         *,
         batch_size: int = 16,
-        max_length: int = 32,
+        max_length: int = 24,
         share: float = 0.15,
         judged: int | None = 1000,
         text: str | None = None,
