@@ -213,10 +213,15 @@ class StandInTokenizer:
     """
 
     pad_token_id = 1
-    eos_token_id = 0
+    eos_token_id = cls_token_id = sep_token_id = 0
+    mask_token_id = 2
+    all_special_ids = (0, 1, 2)
 
     def __init__(self, max_id: int = 1000) -> None:
         self.max_id = max_id
+
+    def __len__(self) -> int:
+        return self.max_id
 
     def __call__(
         self, texts: str | Sequence[str], *, max_length: int | None = None, **options: Any
@@ -224,7 +229,7 @@ class StandInTokenizer:
         if isinstance(texts, str):
             return BatchEncoding({"input_ids": self([texts], max_length=max_length)["input_ids"][0].tolist()})
         rows = [
-            [2 + zlib.crc32(w.encode()) % (self.max_id - 2) for w in t.split()][:max_length] for t in texts
+            [3 + zlib.crc32(w.encode()) % (self.max_id - 3) for w in t.split()][:max_length] for t in texts
         ]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [self.pad_token_id] * (longest - len(row)) for row in rows])

@@ -24,7 +24,7 @@ PAPERS = {
     "sentence-embeddings": ("67,352,064", "124,645,632", "encoder.layer.11"),
     "minilm-task-agnostic": ("22,565,376", "109,482,240", "encoder.layer.11.attention.self.value"),
     "tinybert-two-stage": ("14,255,096", "108,897,800", "head"),
-    "distilbert-init": ("66,370,568", "108,897,800", "head"),
+    "distilbert-init": ("66,987,066", "109,514,298", "cls.predictions.transform"),
     "layerwise": ("66,364,416", "109,482,240", "encoder.layer.11"),
     "causal-lm": ("124,439,808", "1,557,611,200", "lm_head"),
     "causal-lm-pretrained": ("81,912,576", "124,439,808", "lm_head"),
