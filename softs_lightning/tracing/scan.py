@@ -19,7 +19,7 @@ from softs_lightning.transfer import map_tensors
 __all__ = ["ScanningTracer"]
 
 _CONTAINERS = {dict, list, set, deque, OrderedDict, defaultdict}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class ScanningTracer(InterleavingTracer):
@@ -65,6 +65,8 @@ class ScanningTracer(InterleavingTracer):
                 trace(map_tensors(fake, inputs), saves)
 
         def restore() -> None:
+            while _lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C came before it was let go
+                _lock.release()
             if torch._C._get_dispatch_mode(mode._mode_key) is mode:  # Ctrl-C came as it was being left
                 torch._C._unset_dispatch_mode(mode._mode_key)
                 if around is not None:
