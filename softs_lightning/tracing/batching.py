@@ -6,7 +6,7 @@ such as (sequence, batch, width), or with more rows than the batch has (beams).
 """
 
 import copy
-from collections import deque
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
 
 from softs_lightning.transfer import iter_tensors, map_tensors
 
@@ -24,12 +25,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # What tokenizers return per token, and what each is padded with; input_ids take the tokenizer's own padding.
 _PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": -100}
 
+_WHOLE = torch.Size, PackedSequence  # tuples whose elements make sense together only
+
 
 def _children(value: Any) -> dict[Any, Any] | None:
     """What is in a container, by key, index or field."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, tuple | list | deque) and not isinstance(value, torch.Size):
+    if isinstance(value, tuple | list | deque | UserList) and not isinstance(value, _WHOLE):
         return dict(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
@@ -47,7 +50,7 @@ def _rebuild(like: Any, children: dict[Any, Any]) -> Any:
         return kind(children)
     new = copy.copy(like)
     for key, child in children.items():
-        if isinstance(like, Mapping | list | deque):
+        if isinstance(like, Mapping | list | deque | UserList):
             new[key] = child
         else:
             object.__setattr__(new, key, child)
@@ -102,14 +105,14 @@ class RowRange:
     def narrow(self, value: Any) -> Any:
         """These rows of every tensor that holds the batch, as views."""
 
-        return map_tensors(
-            lambda each: each.narrow(0, self.start, self.size) if self._holds(each, self.total) else each,
-            value,
-        )
+        def rows(_: str, each: Any) -> Any:
+            return each.narrow(0, self.start, self.size) if self._holds(each, self.total) else each
+
+        return _map(rows, "the value", value)
 
     def state(self, value: Any) -> list[tuple[Any, int]]:
         """What a view of these rows holds, and how often that was changed in place, where tensors tell."""
-        return [(each, _version(each)) for each in leaves(value)]
+        return [(each, _version(each) if self._holds(each, self.size) else 0) for each in leaves(value)]
 
     def changed(self, value: Any, before: list[tuple[Any, int]], *, in_place: bool) -> bool:
         """Whether the view holds something else than ``before``, or, with ``in_place``, the same but changed."""
@@ -121,25 +124,25 @@ class RowRange:
     def check(self, value: Any, whole: Any) -> None:
         """Raise ValueError unless ``value`` fits these rows of ``whole``."""
 
-        def fits(where: str, new: Any, old: Any) -> None:
+        def fits(where: str, old: Any, new: Any) -> None:
             if self._holds(old, self.total) and not self._holds(new, self.size):
                 raise ValueError(
                     f"{where} is {_said(new)}, but this block has rows {self.start} to "
                     f"{self.start + self.size - 1} of the batch, so it needs {self.size} in dimension 0"
                 )
 
-        _map(fits, "the value written", value, whole)
+        _map(fits, "the value written", whole, value)
 
     def widen(self, whole: Any, value: Any) -> Any:
         """``whole`` with ``value`` as these rows; the gradient reaches both."""
 
-        def put(_: str, new: Any, old: Any) -> Any:
+        def put(_: str, old: Any, new: Any) -> Any:
             if not self._holds(old, self.total):
                 return new
             end = self.start + self.size
             return torch.cat([old[: self.start], new.to(old.device), old[end:]])
 
-        return _map(put, "the value written", value, whole)
+        return _map(put, "the value written", whole, value)
 
     def check_part(self, value: Any) -> None:
         """Raise ValueError unless every tensor in ``value`` has as many rows as this range."""
@@ -156,8 +159,8 @@ class RowRange:
         return _map(cat, "the value skipped with", *parts)
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def rows_of(inputs: Inputs) -> int:

@@ -4,7 +4,6 @@ No torch here. `Capturing` is the context manager; a `Body` is what there is to 
 (`WithBody`) or a plain function (`FunctionBody`).
 """
 
-import contextlib
 import ctypes
 import inspect
 import sys
@@ -36,6 +35,27 @@ _ALONE = _alone()  # the count of an object that one local variable refers to
 _UNSET = object()
 
 
+class _Outside(dict[str, Any]):
+    """What is around a block, and behind it the builtins, in whose place it stands in the block.
+
+    Where code reads a name by itself, as the body of a class does, it asks the globals without `__missing__`, then
+    the builtins.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        super().__init__(frame.f_builtins)
+        self.around, self.local = frame.f_globals, frame.f_locals
+
+    def find(self, name: str) -> Any:
+        return self.local[name] if name in self.local else self.around[name]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.find(name)
+        except KeyError:
+            return super().__getitem__(name)
+
+
 class Scope(dict[str, Any]):
     """The names of one block: a snapshot of the variables that it uses, then whatever it assigns.
 
@@ -45,9 +65,9 @@ class Scope(dict[str, Any]):
     themselves.
     """
 
-    def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
-        names = site.names
-        self.around, self.local = around, local = frame.f_globals, frame.f_locals
+    def __init__(self, frame: FrameType, names: frozenset[str], save: Callable[[Any], Any]) -> None:
+        self.outside = _Outside(frame)
+        around, local = self.outside.around, self.outside.local
         module = local is around and not isinstance(around, Scope)  # its functions assign to it, too
         self.given = given = {} if module else {name: local[name] for name in names if name in local}
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
@@ -56,22 +76,17 @@ class Scope(dict[str, Any]):
             for name in names.intersection(frame.f_code.co_freevars).difference(local):
                 given[name] = outer[name]
             drop_locals(frame.f_back, outer)
-        for name in (
-            *_COPIED,
-            *site.classes.difference(given),
-        ):  # what the interpreter reads past `__missing__`
-            with contextlib.suppress(KeyError):
+        for name in _COPIED:
+            if name in around:
                 given[name] = around[name]
-        given["__builtins__"] = frame.f_builtins
+        given["__builtins__"] = self.outside
         given[SAVE] = save
         super().__init__(given)
         self.assigned: set[str] = set()
         self.siblings: list[Scope] = []
 
     def __missing__(self, name: str) -> Any:
-        if name in self.local:  # only names that the code does not spell out get here: eval, exec
-            return self.local[name]
-        return self.around[name]
+        return self.outside.find(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -85,7 +100,7 @@ class Scope(dict[str, Any]):
         if name in self:
             super().__delitem__(name)
         else:
-            self.__missing__(name)  # the name of a script: from now on it is as if this had not assigned it
+            self.outside.find(name)  # the name of a script: from now on it is as if this had not assigned it
 
     def new(self) -> Iterator[tuple[str, Any]]:
         """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
@@ -137,7 +152,7 @@ class WithBody(Body):
         self.code_from = site.code_from
         self.reads, self.rest, self.own = site.reads, site.rest, site.own
         self.inner = site.inner
-        self.scope: Scope = Scope(frame, site, save)
+        self.scope: Scope = Scope(frame, site.names, save)
 
     def run(self, start: int = 0) -> None:
         exec(self.code_from(start) if start else self.code, self.scope)
@@ -161,12 +176,12 @@ class WithBody(Body):
         frame, scope = self.frame, self.scope
         self.frame = None
         del self.scope
-        local, scope.local, scope.siblings, scope.given = scope.local, {}, [], {}
+        local, scope.outside.local, scope.siblings, scope.given = scope.outside.local, {}, [], {}
         if frame is not None:
             drop_locals(frame, local)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use
         # elsewhere, as a gradient hook is, goes on needing the names that it uses.
-        if self.inner:
+        if self.inner is not None:
             for name in [each for each in scope if each not in self.inner and not each.startswith("__")]:
                 dict.pop(scope, name)
             inside = scope.functions()

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ class _Forward:
         self.key = id(module)
         self.users: list[Run] = []
         self.copies: list[weakref.ref[nn.Module]] = []  # of the module, made in a trace
-        self.own = "forward" in module.__dict__
+        self.own = "forward" in module.__dict__ and not _is_usual(module)
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +73,12 @@ class _Forward:
 
 def _visited(run: "Run", key: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return run.visit(key, forward, args, kwargs)
+
+
+def _is_usual(module: nn.Module) -> bool:
+    """Whether what a module has as a forward of its own is that of its class."""
+    forward = module.__dict__.get("forward")
+    return type(forward) is MethodType and forward == type(module).forward.__get__(module)
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +145,7 @@ class Interposed:
             else:
                 del slots["forward"]
             for made in forward.copies:
-                if (module := made()) is not None:
+                if (module := made()) is not None and _is_usual(module):
                     module.__dict__.pop("forward", None)
             forward.copies.clear()
         if _saving == {self} and torch.Tensor.__dict__.get("save") is save:

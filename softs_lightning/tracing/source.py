@@ -10,7 +10,6 @@ import ast
 import contextlib
 import dis
 import functools
-import inspect
 import itertools
 import linecache
 import operator
@@ -41,8 +40,7 @@ class Site:
     rest: int | None  # the number of the first statement that is not one of them; None: there is none
     code_from: Callable[[int], CodeType]  # the body without its first statements
     names: frozenset[str]
-    inner: frozenset[str]  # those that functions and classes of the body use
-    classes: frozenset[str]  # those that classes of the body use
+    inner: frozenset[str] | None  # those that functions and classes of the body use; None: it has neither
     own: frozenset[str]  # the variables of the function around it
     lines: range  # empty: nothing but `pass`, so there is nothing to keep from running
     guarded: frozenset[int]  # the instructions from which an exception gets to the statement's exit
@@ -107,10 +105,7 @@ def _read(frame: FrameType) -> Site:
         rest=rest,
         code_from=code_from,
         names=frozenset(names),
-        inner=frozenset().union(*map(_names, inner)),
-        classes=frozenset().union(
-            *(_names(each) for each in inner if not each.co_flags & inspect.CO_OPTIMIZED)
-        ),
+        inner=frozenset().union(*map(_names, inner)) if inner else None,
         own=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
         lines=range(min(lines, default=end), end),
         guarded=_guarded(frame),

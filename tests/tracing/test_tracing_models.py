@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import runpy
+import threading
 import weakref
 
 import pytest
@@ -343,6 +344,42 @@ def test_copies_made_in_a_trace_are_like_those_made_outside(x):
     assert torch.equal(torch.load(file, weights_only=False)(x), result)
 
 
+def test_a_copy_keeps_a_forward_that_it_was_given(x):
+    model = Envoy(nn.Sequential(nn.Linear(4, 4)))
+    with model.trace(x):
+        made = copy.deepcopy(model.module).save()
+        made.forward = lambda x: x * 100
+        twice = (model.output * 2).save()
+    assert torch.equal(made(x), x * 100)
+    assert torch.equal(twice, 2 * model.module(x))
+
+
+def test_a_copy_can_be_traced_beyond_the_trace_that_it_was_made_in(x):
+    model = Envoy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    ready, over = threading.Event(), threading.Event()
+
+    def other(made, found):
+        def block(envoy):
+            found.append(envoy[0].output)
+            ready.set()
+            over.wait(10)
+            found.append(envoy[1].output)
+
+        Envoy(made).run(block, x)
+
+    found = []
+    with model.trace(x):
+        made = copy.deepcopy(model.module).save()
+        thread = save(threading.Thread(target=other, args=(made, found)))
+        thread.start()
+        ready.wait(10)
+    over.set()
+    thread.join()
+    assert torch.equal(found[1], made(x))
+    assert torch.equal(found[0], made[0](x))
+    assert not any("forward" in each.__dict__ for each in made.modules())
+
+
 class Scripted(nn.Module):
     """To be scripted: with a child that is never called itself."""
 
@@ -452,9 +489,16 @@ with model.trace() as tracer:
 width, gone = 4, 1
 with model.trace(torch.ones(1, 4)):
     class Probe(torch.nn.Module):
-        shape = (width, Envoy.__name__)
+        shape = (width, Envoy.__name__, count)
+    def made():
+        class Inner:
+            shape = (width, Envoy.__name__, eval("count"))
+        return Inner.shape
+    counted(None)
     del gone
     shape = Probe.shape.save()
+    inner = made().save()
+    evaluated = (lambda: eval("width"))().save()
 """
 
 
@@ -462,8 +506,8 @@ def test_a_block_of_a_script_sees_what_functions_do_to_its_globals(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(GLOBALS)
     found = runpy.run_path(str(script))
-    assert (found["seen"], found["later"], found["count"]) == ([2, 3, 4], 2, 4)
-    assert found["shape"] == (4, "Envoy")
+    assert (found["seen"], found["later"], found["count"]) == ([2, 3, 4], 2, 5)
+    assert (found["shape"], found["inner"], found["evaluated"]) == ((4, "Envoy", 4), (4, "Envoy", 5), 4)
 
 
 def test_a_process_that_a_block_forked_leaves_the_model_to_the_first(x):

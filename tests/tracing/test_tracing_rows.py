@@ -2,12 +2,13 @@
 
 # ruff: noqa: SIM117 (an invoke stands in the body of its trace)
 
-from collections import defaultdict, deque
+from collections import UserList, defaultdict, deque
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
 from softs_lightning.tracing import Envoy, save
@@ -210,6 +211,7 @@ MAKE = {
     "defaultdict": lambda h: defaultdict(list, h=h),
     "list": lambda h: [h, 1],
     "deque": lambda h: deque([h]),
+    "user list": lambda h: UserList([h]),
     "tuple subclass": lambda h: Pair(h, 1),
     "dataclass": Out,
     "model output": lambda h: BaseModelOutput(last_hidden_state=h),
@@ -221,6 +223,7 @@ TENSOR = {
     "defaultdict": lambda out: out["h"],
     "list": lambda out: out[0],
     "deque": lambda out: out[0],
+    "user list": lambda out: out[0],
     "tuple subclass": lambda out: out[0],
     "dataclass": lambda out: out.hidden,
     "model output": lambda out: out.last_hidden_state,
@@ -272,7 +275,7 @@ def assigned(output, kind):
     match kind:
         case "dict":
             output["h"] = new
-        case "list" | "deque":
+        case "list" | "deque" | "user list":
             output[0] = new
         case "dataclass":
             output.hidden = new
@@ -282,7 +285,9 @@ def assigned(output, kind):
             output[0]["a"][0] = new
 
 
-@pytest.mark.parametrize("kind", ["dict", "list", "deque", "dataclass", "model output", "nested"])
+@pytest.mark.parametrize(
+    "kind", ["dict", "list", "deque", "user list", "dataclass", "model output", "nested"]
+)
 @pytest.mark.parametrize("looked_at", [False, True])
 def test_what_is_put_in_a_container_of_rows_reaches_the_model(x, kind, looked_at):
     net = Containing(kind)
@@ -302,15 +307,19 @@ def test_what_is_put_in_a_container_of_rows_reaches_the_model(x, kind, looked_at
         assert torch.equal(whole, torch.cat([first, second]))
 
 
-def test_a_keyword_put_in_the_inputs_of_rows_that_was_not_there_is_refused(model, x):
+def test_a_key_put_in_a_container_of_rows_that_was_not_there_is_refused(x):
+    model = Envoy(Containing("dict"))
+
     def traced():
         with model.trace() as tracer:
             with tracer.invoke(x[:2]):
-                model[0].inputs[1]["scale"] = 2
+                model.part.output["more"] = 2
             with tracer.invoke(x[2:]):
                 pass
 
-    with pytest.raises(ValueError, match=r"the value written\[1\] is a dict with the keys"):
+    with pytest.raises(
+        ValueError, match=r"the value written is a dict with the keys \['h', 'n'\] in one place"
+    ):
         traced()
 
 
@@ -348,3 +357,77 @@ def test_a_barrier_of_a_trace_that_failed_can_be_used_again(model, x):
             kept[0]()
             order.append("second")
     assert order == ["before", "second", "first"]
+
+
+class Collecting(nn.Module):
+    """Its parts add what they are given to a list and a dict of the model."""
+
+    class Part(nn.Module):
+        def forward(self, x, found, named):
+            found.append(x)
+            named[len(found)] = x
+            return x + 1
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([self.Part(), self.Part()])
+
+    def forward(self, x):
+        found, named = [], {}
+        for part in self.parts:
+            x = part(x, found, named)
+        return torch.cat([*found, *named.values()], 1)
+
+
+def test_containers_among_the_arguments_are_the_models_own(x):
+    model = Envoy(Collecting())
+    with model.trace() as tracer:
+        with tracer.invoke(x[:2]):
+            model.parts[0].input = torch.zeros(2, 4)
+            first = model.output.save()
+        with tracer.invoke(x[2:]):
+            second = model.output.save()
+    zero, one = torch.zeros(2, 4), torch.ones(2, 4)
+    assert torch.equal(first, torch.cat([zero, one, zero, one], 1))
+    assert torch.equal(second, torch.cat([x[2:], x[2:] + 1] * 2, 1))
+
+
+def test_a_tensor_that_all_rows_share_can_be_changed_by_a_block_of_all(x):
+    class Sharing(nn.Module):
+        def forward(self, x):
+            return x * 1, torch.zeros(7)
+
+    net = nn.Sequential(Sharing())
+    model = Envoy(net)
+    with model.trace() as tracer:
+        with tracer.invoke(x[:2]):
+            h, shared = model[0].output
+            model[0].output = (h * 2, shared)
+        with tracer.invoke(x[2:]):
+            model[0].output[0].sum()
+        with tracer.invoke():
+            model[0].output[1].add_(1)
+            result = model.output.save()
+    assert torch.equal(result[0], torch.cat([x[:2] * 2, x[2:]]))
+    assert torch.equal(result[1], torch.ones(7))
+
+
+def test_packed_sequences_are_seen_whole():
+    packed = pack_sequence([torch.ones(2, 4), torch.ones(1, 4)])  # as many steps as sequences
+
+    class Packing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(4, 3)
+
+        def forward(self, x):
+            return self.rnn(packed)[0].data.sum() + x.sum(1)
+
+    model = Envoy(Packing())
+    with model.trace() as tracer:
+        with tracer.invoke(torch.zeros(1, 4)):
+            model.rnn.input = model.rnn.input
+            seen = model.rnn.input.save()
+        with tracer.invoke(torch.zeros(1, 4)):
+            pass
+    assert seen is packed

@@ -1,12 +1,14 @@
 """A scan tells shapes, dtypes and devices of the real run without running it."""
 
+import inspect
 import threading
+from collections import OrderedDict, deque
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from softs_lightning.tracing import Envoy, save
 
@@ -182,34 +184,58 @@ class Helper:
     table = None
 
 
+class Tables(dict):
+    """Not copied by a call of its class."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
 class Caching(nn.Module):
-    """Keeps what it made in the first call: in a dict, a list, a set and another object."""
+    """Keeps what it made in the first call, in containers and objects of every kind, and counts its calls."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.helper = nn.Linear(3, 3), Helper()
-        self.tables, self.nested, self.seen = {}, [{"last": None}], set()
+        self.layer, self.helper, self.helper.deeper = nn.Linear(3, 3), Helper(), Helper()
+        self.tables, self.nested, self.seen = Tables("a"), ([{"last": None}],), set()
+        self.recent, self.ordered = deque([torch.zeros(3)], maxlen=1), OrderedDict()
+        self.calls, self.total = 0, torch.zeros(3)
 
     def forward(self, x):
         n = x.shape[-1]
         if n not in self.tables:
             self.tables[n] = torch.arange(float(n))
             self.helper.table = torch.ones(n)
-            self.nested[0]["last"] = torch.ones(n)
-            self.seen.add(n)
-        return self.layer(x) + self.tables[n] * self.helper.table * self.nested[0]["last"]
+            self.helper.deeper.table = [torch.ones(n)]
+            self.nested[0][0]["last"] = torch.ones(n)
+            self.seen.add(torch.ones(n))
+            self.ordered["made"] = torch.ones(n)
+        self.calls += 1
+        self.recent.append(x[0])
+        self.total += x[0]
+        made = (
+            self.helper.table * self.helper.deeper.table[0] * self.nested[0][0]["last"] * self.ordered["made"]
+        )
+        return self.layer(x) + self.tables[n] * made + 0 * self.recent[0]
 
 
 def test_what_a_model_keeps_in_a_scan_is_not_kept(x):
     net = Caching()
-    tables, nested = net.tables, net.nested
+    net.kept, net.shared = [], net.tables
+    tables, recent, total = net.tables, net.recent[0], net.total
     for _ in range(2):
         with Envoy(net).scan(x) as tracer:
             shape = tracer.result.shape.save()
+            net.kept.append(save(shape))  # holds no fake tensor
     assert shape == (4, 3)
-    assert net.tables is tables
-    assert net.nested is nested
-    assert (net.tables, net.nested, net.seen, vars(net.helper)) == ({}, [{"last": None}], set(), {})
+    assert net.tables is net.shared is tables
+    assert (net.tables, net.nested, net.seen, net.ordered) == ({}, ([{"last": None}],), set(), {})
+    assert (net.helper.table, net.helper.deeper.table) == (None, None)
+    assert net.recent[0] is recent
+    assert net.total is total
+    assert total.tolist() == [0, 0, 0]
+    assert (net.calls, net.kept) == (2, [(4, 3)] * 2)
     expected = nn.functional.linear(x, net.layer.weight, net.layer.bias) + torch.arange(3.0)
     assert torch.equal(net(x), expected)
 
@@ -244,3 +270,29 @@ def test_a_lazy_module_has_no_shape_to_scan(x):
         model.run(lambda envoy: None, x, scan=True)
     assert model.run(lambda envoy: {"out": envoy.output}, x)["out"].shape == (4, 3)
     assert model.run(lambda envoy: {"out": envoy.output}, x, scan=True)["out"].shape == (4, 3)
+
+
+def test_a_generation_that_was_scanned_leaves_a_cache_of_the_model_as_it_was():
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=11
+    )
+
+    # Newer releases of transformers call it otherwise.
+    name = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.cache = LlamaForCausalLM(config), DynamicCache(config=config)
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=True, **{name: self.cache}).logits
+
+    net, ids = Holding().eval(), torch.tensor([[1, 2, 3]])
+    with Envoy(net).scan(ids) as tracer:
+        shape = tracer.result.shape.save()
+    assert shape == (1, 3, 11)
+    assert net.cache.get_seq_length() == 0
+    with torch.no_grad():
+        assert torch.equal(net(ids), net.model(ids).logits)
+    assert net.cache.get_seq_length() == 3

@@ -439,7 +439,27 @@ def unfinished(model, x):
         next(rows)
 
 
-@pytest.mark.parametrize("block", [in_a_dict, in_a_partial, decorated, unfinished])
+KEPT = []
+
+
+def kept_elsewhere(model, x):
+    with model.trace(x):
+        hidden = model.first.output
+        hidden.sum()
+        KEPT.append(lambda: None)
+
+
+def without_a_name(model, x):
+    with model.trace(x):
+        hidden = model.first.output
+        hidden.sum()
+        function = lambda: None  # noqa: E731
+        function()
+
+
+@pytest.mark.parametrize(
+    "block", [kept_elsewhere, without_a_name, in_a_dict, in_a_partial, decorated, unfinished]
+)
 def test_functions_of_a_block_keep_nothing_alive(block):
     gc.collect()
     gc.disable()
