@@ -156,13 +156,19 @@ def _replace(holder: Any, by: dict[int, torch.Tensor]) -> None:
 
 
 def _fill(holder: Any, items: Any) -> None:
-    if isinstance(holder, tuple):
-        return
+    """Give a holder these items; before anything else is taken away, so that Ctrl-C cannot come in between."""
     if isinstance(holder, dict):
         kind = OrderedDict if isinstance(holder, OrderedDict) else dict  # past what a subclass makes of it
-        kind.clear(holder)
         for key, value in items.items():
             kind.__setitem__(holder, key, value)
-    else:
-        holder.clear()
-        (holder.update if isinstance(holder, set) else holder.extend)(items)
+        for key in holder.keys() - items.keys():
+            kind.__delitem__(holder, key)
+    elif isinstance(holder, set):
+        holder.update(items)
+        holder.intersection_update(items)
+    elif isinstance(holder, list):
+        holder[:] = items
+    elif isinstance(holder, deque):
+        holder.extend(items)
+        while len(holder) > len(items):
+            holder.popleft()
