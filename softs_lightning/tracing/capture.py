@@ -4,6 +4,7 @@ No torch here. `Capturing` is the context manager; a `Body` is what there is to 
 (`WithBody`) or a plain function (`FunctionBody`).
 """
 
+import contextlib
 import ctypes
 import inspect
 import sys
@@ -42,18 +43,15 @@ class _Outside(dict[str, Any]):
     the builtins.
     """
 
-    def __init__(self, frame: FrameType) -> None:
-        super().__init__(frame.f_builtins)
-        self.around, self.local = frame.f_globals, frame.f_locals
-
-    def find(self, name: str) -> Any:
-        return self.local[name] if name in self.local else self.around[name]
+    def __init__(self, builtins: dict[str, Any], around: dict[str, Any], local: dict[str, Any]) -> None:
+        super().__init__(builtins)
+        self.around, self.local = around, local
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return self.find(name)
-        except KeyError:
-            return super().__getitem__(name)
+        for names in self.local, self.around:
+            with contextlib.suppress(KeyError):
+                return names[name]
+        return super().__getitem__(name)
 
 
 class Scope(dict[str, Any]):
@@ -65,9 +63,9 @@ class Scope(dict[str, Any]):
     themselves.
     """
 
-    def __init__(self, frame: FrameType, names: frozenset[str], save: Callable[[Any], Any]) -> None:
-        self.outside = _Outside(frame)
-        around, local = self.outside.around, self.outside.local
+    def __init__(self, frame: FrameType, site: Site, save: Callable[[Any], Any]) -> None:
+        self.around, self.local = around, local = frame.f_globals, frame.f_locals
+        names, builtins = site.names, frame.f_builtins
         module = local is around and not isinstance(around, Scope)  # its functions assign to it, too
         self.given = given = {} if module else {name: local[name] for name in names if name in local}
         if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_back is not None:
@@ -79,14 +77,17 @@ class Scope(dict[str, Any]):
         for name in _COPIED:
             if name in around:
                 given[name] = around[name]
-        given["__builtins__"] = self.outside
+        self.outside = None if site.inner is None else _Outside(builtins, around, local)
+        given["__builtins__"] = builtins if self.outside is None else self.outside
         given[SAVE] = save
         super().__init__(given)
         self.assigned: set[str] = set()
         self.siblings: list[Scope] = []
 
     def __missing__(self, name: str) -> Any:
-        return self.outside.find(name)
+        if name in self.local:  # only names that the code does not spell out get here: eval, exec
+            return self.local[name]
+        return self.around[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -100,7 +101,7 @@ class Scope(dict[str, Any]):
         if name in self:
             super().__delitem__(name)
         else:
-            self.outside.find(name)  # the name of a script: from now on it is as if this had not assigned it
+            self.__missing__(name)  # the name of a script: from now on it is as if this had not assigned it
 
     def new(self) -> Iterator[tuple[str, Any]]:
         """What the block assigned; also by a function with a ``global`` statement, which gets past `__setitem__`."""
@@ -152,7 +153,7 @@ class WithBody(Body):
         self.code_from = site.code_from
         self.reads, self.rest, self.own = site.reads, site.rest, site.own
         self.inner = site.inner
-        self.scope: Scope = Scope(frame, site.names, save)
+        self.scope: Scope = Scope(frame, site, save)
 
     def run(self, start: int = 0) -> None:
         exec(self.code_from(start) if start else self.code, self.scope)
@@ -176,7 +177,9 @@ class WithBody(Body):
         frame, scope = self.frame, self.scope
         self.frame = None
         del self.scope
-        local, scope.outside.local, scope.siblings, scope.given = scope.outside.local, {}, [], {}
+        local, scope.local, scope.siblings, scope.given = scope.local, {}, [], {}
+        if scope.outside is not None:
+            scope.outside.local = {}
         if frame is not None:
             drop_locals(frame, local)
         # A function defined in the block makes a cycle with the scope, its globals. One that is still in use

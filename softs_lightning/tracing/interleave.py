@@ -56,9 +56,7 @@ class Run:
     ) -> None:
         self.workers = workers
         self.begun = members
-        self.running: dict[
-            tuple[int, int], None
-        ] = {}  # (module, number) of visits, in the order of their begin
+        self.running: list[tuple[int, int]] = []  # (module, number) of visits, each within the one before
         self.failed: dict[tuple[int, int], str] = {}  # such visits, to the error that they raised
         self.saves = saves
         self.name_of = name_of
@@ -131,12 +129,12 @@ class Run:
         number = self.begun[module]
         self.begun[module] = number + 1
         self.last = module
-        visit = module, number
+        depth, visit = len(self.running), (module, number)
         event: Event | None = None
         tokens: Sequence[Any] = ()
         models = False  # whether it is the model that may raise something
         try:
-            self.running[visit] = None
+            self.running.append(visit)
             if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
                 event = self._pause((module, ENTRY, number), (args, kwargs))
                 args, kwargs = event.value
@@ -163,7 +161,7 @@ class Run:
                 self._unwind()
             raise
         finally:
-            self.running.pop(visit, None)
+            del self.running[depth:]
 
     def _leave(self) -> None:
         """Leave the model, if a block said so."""

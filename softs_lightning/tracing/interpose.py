@@ -43,7 +43,7 @@ class _Forward:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.key = id(module)
         self.users: list[Run] = []
-        self.copies: list[weakref.ref[nn.Module]] = []  # of the module, made in a trace
+        self.copies: tuple[weakref.ref[nn.Module], ...] = ()  # of the module, made in a trace
         self.own = "forward" in module.__dict__ and not _is_usual(module)
         self.__wrapped__ = forward
 
@@ -61,7 +61,7 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         forward = copy.deepcopy(self.__wrapped__, memo)  # until the trace ends, a copy has its forward itself
         if not self.own and isinstance(owner := getattr(forward, "__self__", None), nn.Module):
-            self.copies.append(weakref.ref(owner))
+            self.copies += (weakref.ref(owner),)
         return forward
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -134,11 +134,12 @@ class Interposed:
                 _lock.release()
 
     def _remove(self) -> None:
+        run: Any = self.run
         for slots, forward in self._put:
-            forward.users[:] = [each for each in forward.users if each is not self.run]
-            if (
-                forward.users or slots.get("forward") is not forward
-            ):  # what the model put there is its to keep
+            users = forward.users
+            if run in users:
+                users.remove(run)
+            if users or slots.get("forward") is not forward:  # what the model put there is its to keep
                 continue
             if forward.own:
                 slots["forward"] = forward.__wrapped__
@@ -147,7 +148,7 @@ class Interposed:
             for made in forward.copies:
                 if (module := made()) is not None and _is_usual(module):
                     module.__dict__.pop("forward", None)
-            forward.copies.clear()
+            forward.copies = ()
         if _saving == {self} and torch.Tensor.__dict__.get("save") is save:
             del torch.Tensor.save  # type: ignore[attr-defined]
         _saving.discard(self)
