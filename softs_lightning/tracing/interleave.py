@@ -55,8 +55,13 @@ class Run:
         ambient: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.workers = workers
-        self.begun = members
-        self.running: list[tuple[int, int]] = []  # (module, number) of visits, each within the one before
+        self.begun, self.ended = (
+            members,
+            dict(members),
+        )  # of the visits numbered from `ended` on, one is running
+        self.within: set[tuple[int, int]] = (
+            set()
+        )  # (module, number) of those that ended within another of theirs
         self.failed: dict[tuple[int, int], str] = {}  # such visits, to the error that they raised
         self.saves = saves
         self.name_of = name_of
@@ -129,12 +134,10 @@ class Run:
         number = self.begun[module]
         self.begun[module] = number + 1
         self.last = module
-        depth, visit = len(self.running), (module, number)
         event: Event | None = None
         tokens: Sequence[Any] = ()
         models = False  # whether it is the model that may raise something
         try:
-            self.running.append(visit)
             if self.attentive or (module in self.wanted and (module, ENTRY, number) in self.waiting):
                 event = self._pause((module, ENTRY, number), (args, kwargs))
                 args, kwargs = event.value
@@ -155,13 +158,23 @@ class Run:
             return value
         except BaseException as error:
             left = isinstance(error, Unwind)
-            self.failed[visit] = "was left" if left else f"raised {type(error).__name__}"
+            self.failed[module, number] = "was left" if left else f"raised {type(error).__name__}"
             if not (models or left) and self.failure is None:
                 self.failure = error  # Ctrl-C: whether or not the model catches it, this trace was cut short
                 self._unwind()
             raise
         finally:
-            del self.running[depth:]
+            if self.ended[module] != number:
+                self.within.add((module, number))
+            else:
+                self.ended[module] = number + 1
+                if self.within:
+                    self._close_up(module)
+
+    def _close_up(self, module: int) -> None:
+        while (module, self.ended[module]) in self.within:
+            self.within.remove((module, self.ended[module]))
+            self.ended[module] += 1
 
     def _leave(self) -> None:
         """Leave the model, if a block said so."""
@@ -302,12 +315,15 @@ class Run:
         if self.over or (self.finished and module != RESULT):
             raise self._missed(place, name)
         begun = module != RESULT and number < self.begun[module]
-        if begun and (kind == ENTRY or (module, number) not in self.running):
+        if begun and (kind == ENTRY or not self._runs(module, number)):
             raise self._missed(place, name)
 
     def around(self, place: Place) -> tuple[int, ...]:
         """The modules running around ``place`` that have been visited as often, and its own."""
-        return (*(module for module, number in self.running if number == place[2]), place[0])
+        return (*(module for module in self.begun if self._runs(module, place[2])), place[0])
+
+    def _runs(self, module: int, number: int) -> bool:
+        return self.ended[module] <= number < self.begun[module] and (module, number) not in self.within
 
     def observe(self, observer: "Recorder") -> None:
         """Show ``observer`` every visit from now on."""

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ class _Forward:
 
     __slots__ = ("__wrapped__", "copies", "key", "own", "users")
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.key = id(module)
+    def __init__(self, key: int, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.key = key
         self.users: list[Run] = []
         self.copies: tuple[weakref.ref[nn.Module], ...] = ()  # of the module, made in a trace
         self.own = "forward" in module.__dict__ and not _is_usual(module)
@@ -96,7 +96,7 @@ class Interposed:
     def __init__(self) -> None:
         self._put: list[tuple[dict[str, Any], _Forward]] = []
 
-    def put(self, modules: Iterable[nn.Module], run: "Run") -> None:
+    def put(self, modules: Mapping[int, nn.Module], run: "Run") -> None:
         with _lock:
             self.run = run
             _traces.add(self)
@@ -104,14 +104,14 @@ class Interposed:
             if not _stances and (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
                 _stances.append(frames._stance)  # torch's own way back is lost if Ctrl-C comes on the way in
                 torch.compiler.set_stance("force_eager")
-            for module in modules:
+            for key, module in modules.items():
                 slots = module.__dict__
                 standing = slots.get("forward")
-                if type(standing) is not _Forward or standing.key != id(module):
+                if type(standing) is not _Forward or standing.key != key:
                     forward = getattr(module, "forward", None)
                     if forward is None or getattr(forward, "__func__", None) is _NONE:
                         continue  # a list of modules, or a scripted module that is only called from script
-                    standing = _Forward(module, forward)
+                    standing = _Forward(key, module, forward)
                 self._put.append((slots, standing))
                 standing.users.append(run)
                 slots["forward"] = standing

@@ -335,7 +335,7 @@ class InterleavingTracer(Capturing):
         )
         for recorder in self._caches:
             run.observe(recorder)
-        standing.put(modules.values(), run)
+        standing.put(modules, run)
         try:
             run.drive(functools.partial(_called, call, *inputs))
         finally:
