@@ -27,6 +27,7 @@ _lock = threading.RLock()
 _traces: set["Interposed"] = set()
 _saving: set["Interposed"] = set()
 _stances: list[Any] = []  # of the compiler, before the first of the traces
+_copies: list[weakref.ref[nn.Module]] = []  # of traced modules, made in a trace
 _NONE = nn.Module.forward  # of a module that has none of its own
 
 
@@ -38,13 +39,10 @@ class _Forward:
     run is nearer to the forward than the one around.
     """
 
-    __slots__ = ("__wrapped__", "copies", "key", "own", "users")
+    __slots__ = ("__wrapped__", "key", "own", "users")
 
-    def __init__(self, key: int, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.key = key
-        self.users: list[Run] = []
-        self.copies: tuple[weakref.ref[nn.Module], ...] = ()  # of the module, made in a trace
-        self.own = "forward" in module.__dict__ and not _is_usual(module)
+    def __init__(self, key: int, forward: Callable[..., Any], own: bool, run: "Run") -> None:
+        self.key, self.own, self.users = key, own, [run]
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +59,7 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         forward = copy.deepcopy(self.__wrapped__, memo)  # until the trace ends, a copy has its forward itself
         if not self.own and isinstance(owner := getattr(forward, "__self__", None), nn.Module):
-            self.copies += (weakref.ref(owner),)
+            _copies.append(weakref.ref(owner))
         return forward
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,14 +104,16 @@ class Interposed:
                 torch.compiler.set_stance("force_eager")
             for key, module in modules.items():
                 slots = module.__dict__
-                standing = slots.get("forward")
-                if type(standing) is not _Forward or standing.key != key:
-                    forward = getattr(module, "forward", None)
-                    if forward is None or getattr(forward, "__func__", None) is _NONE:
-                        continue  # a list of modules, or a scripted module that is only called from script
-                    standing = _Forward(key, module, forward)
+                present = slots.get("forward")
+                if type(present) is _Forward and present.key == key:
+                    self._put.append((slots, present))
+                    present.users.append(run)
+                    continue
+                forward = getattr(module, "forward", None)
+                if forward is None or getattr(forward, "__func__", None) is _NONE:
+                    continue  # a list of modules, or a scripted module that is only called from script
+                standing = _Forward(key, forward, present is not None and not _is_usual(module), run)
                 self._put.append((slots, standing))
-                standing.users.append(run)
                 slots["forward"] = standing
 
     def saveable(self) -> None:
@@ -145,10 +145,10 @@ class Interposed:
                 slots["forward"] = forward.__wrapped__
             else:
                 del slots["forward"]
-            for made in forward.copies:
-                if (module := made()) is not None and _is_usual(module):
-                    module.__dict__.pop("forward", None)
-            forward.copies = ()
+        while _copies:
+            if (module := _copies[-1]()) is not None and _is_usual(module):
+                module.__dict__.pop("forward", None)
+            _copies.pop()
         if _saving == {self} and torch.Tensor.__dict__.get("save") is save:
             del torch.Tensor.save  # type: ignore[attr-defined]
         _saving.discard(self)
