@@ -102,18 +102,19 @@ class Interposed:
             if not _stances and (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
                 _stances.append(frames._stance)  # torch's own way back is lost if Ctrl-C comes on the way in
                 torch.compiler.set_stance("force_eager")
+            put = self._put
             for key, module in modules.items():
                 slots = module.__dict__
                 present = slots.get("forward")
                 if type(present) is _Forward and present.key == key:
-                    self._put.append((slots, present))
+                    put.append((slots, present))
                     present.users.append(run)
                     continue
                 forward = getattr(module, "forward", None)
                 if forward is None or getattr(forward, "__func__", None) is _NONE:
                     continue  # a list of modules, or a scripted module that is only called from script
                 standing = _Forward(key, forward, present is not None and not _is_usual(module), run)
-                self._put.append((slots, standing))
+                put.append((slots, standing))
                 slots["forward"] = standing
 
     def saveable(self) -> None:

@@ -351,7 +351,8 @@ def tree(root: nn.Module) -> dict[int, nn.Module]:
         for each in stack.pop()._modules.values():
             if each is not None and id(each) not in seen:
                 seen[id(each)] = each
-                stack.append(each)
+                if each._modules:
+                    stack.append(each)
     return seen
 
 

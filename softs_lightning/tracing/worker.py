@@ -87,6 +87,8 @@ class Event:
         Not before somebody has to see the whole: until then, what a block holds of its rows is part of it, and
         what the block changes there in place counts.
         """
+        if not (self.given or self.writes or self.stale):
+            return
         if any(rows.changed(view, before, in_place=True) for rows, view, before in self.stale):
             raise ValueError(
                 "a block changed its rows in place that it had read or assigned before a block of all "
