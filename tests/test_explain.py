@@ -182,6 +182,26 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
         ("pairs.0.student='outputs[net]'", "student: DigitsStudent has no module named 'net'.*'network'"),
         ("pairs.0.teacher='outputs[early#3]'", "teacher: .*#3"),
         ("data.batch_size=200000", "the training data holds not one batch"),
+        *(
+            (f"{data} data.batch_size=1000000", "the training data holds not one batch")
+            for data in (
+                "recipe=fashion-features",
+                "recipe=cross-architecture +scale=paper",
+                "recipe=distilbert-init",
+            )
+        ),
+        (
+            "recipe=fashion-features data.images=900 data.batch_size=901",
+            "batch_size=901, and 900 to train on",
+        ),
+        (
+            "recipe=fashion-features data.images=null data.validation=59990 data.batch_size=11",
+            "and 10 to train",
+        ),
+        (
+            "recipe=fashion-features data.images=60000",
+            "has 60,000 images to train on, too few for images=60000",
+        ),
         ("data.labels=7", "data .*labels=7: give a multiple of ten"),
         ("~callbacks.distill", "None of the recipe's callbacks distils"),
         ("+student.depth=3", "student .*'depth'"),
@@ -194,7 +214,7 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
 )
 def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
-        examine(composed(override))
+        examine(composed(*override.split()))
 
 
 def test_the_sentence_teacher_stops_behind_its_fourth_layer() -> None:
