@@ -162,6 +162,12 @@ def test_losses_that_read_heads_are_tried_without_weights() -> None:
         explain_recipe(composed("recipe=causal-lm", "arms=null", "student.shape.vocab_size=600"))
 
 
+def test_a_pair_is_headed_by_the_name_of_its_function() -> None:
+    huber = "_target_: torch.nn.functional.huber_loss, _partial_: true"
+    text = explain_recipe(composed(f"pairs.0.loss={{{huber}, delta: 2.0}}"))
+    assert "pair scores: huber_loss, weight" in text
+
+
 def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
     text = explain_recipe(
         composed(
