@@ -25,7 +25,7 @@ class Wrapper:
     def __init__(self, function: Callable[..., Any], *, named: bool) -> None:
         update_wrapper(self, function)
         if not named:
-            del self.__name__
+            del self.__dict__["__name__"]
 
     def __call__(self, *args: Any) -> Any:
         return self.__wrapped__(*args)  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ circle.__wrapped__ = partial(circle)  # type: ignore[attr-defined]
         (huber, "huber"),
         (partial(huber, delta=2.0), "huber"),
         (partial(partial(huber, delta=2.0), delta=3.0), "huber"),
-        (partial(Wrapper(huber, named=False), delta=2.0), "huber"),
+        (partial(Wrapper(huber, named=False), 2.0), "huber"),
         (Wrapper(Wrapper(huber, named=True), named=False), "huber"),
         (lru_cache(huber), "huber"),
         (renamed, "huber"),
