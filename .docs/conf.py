@@ -1,7 +1,7 @@
 """How the documentation is built: `python -m sphinx -W -b html .docs OUT`.
 
 Pages are Markdown; those with code cells are executed in the build, so an example that fails fails the build.
-The results page is written here, from the results that recipes committed.
+The tables of the results page are written here, from the results that recipes committed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pages import results_page  # noqa: E402
+from pages import results_tables  # noqa: E402
 
 from softs_lightning import __version__  # noqa: E402
 
@@ -33,7 +33,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "situations_table.md"]
+exclude_patterns = ["_build", "jupyter_execute", "situations_table.md", "results_tables.md"]
 html_theme = "furo"
 html_title = f"softs_lightning {__version__}"
 
@@ -56,4 +56,4 @@ napoleon_use_ivar = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-(HERE / "results.md").write_text(results_page(HERE.parent / "recipes"), encoding="utf-8")
+(HERE / "results_tables.md").write_text(results_tables(HERE.parent / "recipes"), encoding="utf-8")

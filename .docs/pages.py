@@ -8,23 +8,12 @@ from pathlib import Path
 
 from softs_lightning.report import Arm, Result
 
-__all__ = ["results_page", "summary"]
-
-HEAD = """\
-# Results
-
-Every table below is made from the file that the recipe's own run wrote (`recipes/results/`), when these pages are
-built. Mean ± sample standard deviation over the seeds. *Clear* means that every seed gained and that the mean gain
-is larger than both spreads added; what is not clear is no claim. Test data are never used for training or for
-choosing settings.
-"""
+__all__ = ["results_tables", "summary"]
 
 
-def results_page(recipes: Path) -> str:
-    """The results page as Markdown, from `recipes`/results/*.json."""
-    files = sorted((recipes / "results").glob("*.json"))
-    sections = [_section(file) for file in files]
-    return "\n".join([HEAD, *sections])
+def results_tables(recipes: Path) -> str:
+    """What the results page includes, as Markdown: a section for each of `recipes`/results/*.json."""
+    return "\n".join(_section(file) for file in sorted((recipes / "results").glob("*.json")))
 
 
 def _section(file: Path) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 from softs_lightning.config import Refusal
 from softs_lightning.folders import folder
-from softs_lightning.recipes.digits import UNLABELLED, as_it_is, digest, keep_labels
+from softs_lightning.recipes.digits import UNLABELLED, as_it_is, digest, keep_labels, whole_batch
 from softs_lightning.recipes.fashion import Residual
 from softs_lightning.recipes.self_distillation import moved
 
@@ -149,11 +149,15 @@ class CIFAR100(L.LightningDataModule):
         return keep_labels(label, each, classes=CLASSES, seed=self.seed)
 
     def example_batch(self) -> dict[str, Tensor]:
-        """A batch of the right shapes without the files, enough to look at a recipe."""
-        blank = torch.zeros(self.batch_size, 3, 32, 32, dtype=torch.uint8)
-        label = torch.arange(self.batch_size) % CLASSES
-        pictures = Photographs(blank, label, size=self.size, augment=False)
-        return pictures.__getitems__(range(self.batch_size))
+        """A batch of the right shapes without the files, enough to look at a recipe.
+
+        Raises:
+            Refusal: for a batch that the training images do not hold.
+        """
+        size = whole_batch(self.batch_size, IMAGES - self.kept_back)
+        blank = torch.zeros(size, 3, 32, 32, dtype=torch.uint8)
+        pictures = Photographs(blank, torch.arange(size) % CLASSES, size=self.size, augment=False)
+        return pictures.__getitems__(range(size))
 
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from softs_lightning.config import Refusal
+
 __all__ = ["Digits", "DigitsStudent", "DigitsTeacher", "accuracy"]
 
 CLASSES = 10
@@ -55,6 +57,20 @@ def keep_labels(label: Tensor, each: int, *, classes: int, seed: int) -> Tensor:
     hidden = torch.full_like(label, UNLABELLED)
     hidden[kept] = label[kept]
     return hidden
+
+
+def whole_batch(batch_size: int, rows: int) -> int:
+    """`batch_size`, which an epoch over so many rows must reach: what is left over at its end is dropped.
+
+    Raises:
+        Refusal: when it does not, as where the first batch of an epoch is looked for and none comes.
+    """
+    if batch_size > rows:
+        raise Refusal(
+            "data: the training data holds not one batch; a smaller batch_size may help "
+            f"(batch_size={batch_size}, and {rows:,} to train on)."
+        )
+    return batch_size
 
 
 def digest(*tensors: Tensor) -> str:

@@ -23,12 +23,20 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from softs_lightning.config import Refusal
-from softs_lightning.recipes.digits import UNLABELLED, Classifier, as_it_is, digest, keep_labels
+from softs_lightning.recipes.digits import (
+    UNLABELLED,
+    Classifier,
+    as_it_is,
+    digest,
+    keep_labels,
+    whole_batch,
+)
 
 __all__ = ["FashionMNIST", "FashionMixer", "FashionTeacher", "accuracy"]
 
 CLASSES = 10
 SIDE = 28
+IMAGES = 60_000  # to train on
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -179,18 +187,22 @@ class FashionMNIST(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         place = self.source.find(self.folder)
         image, label = read(place, "train")
-        pool = len(image) - self.kept_back if self.images is None else self.images
-        if pool < 1 or pool + self.kept_back > len(image):
-            raise Refusal(
-                f"{place} has {len(image):,} images to train on, too few for images={pool} and "
-                f"validation={self.kept_back}."
-            )
+        pool = self._pool(len(image), f"{place} has")
         order = torch.randperm(len(image), generator=torch.Generator().manual_seed(0))
         # From the two ends, so that pools of different sizes never reach into the validation.
         chosen, kept = order[:pool], order[len(order) - self.kept_back :]
         self.train = Pictures(image[chosen], self._hide(label[chosen]))
         self.validation = Pictures(image[kept], label[kept])
         self.test = Pictures(*read(place, "test"))
+
+    def _pool(self, there: int, whose: str) -> int:
+        pool = there - self.kept_back if self.images is None else self.images
+        if pool < 1 or pool + self.kept_back > there:
+            raise Refusal(
+                f"{whose} {there:,} images to train on, too few for images={pool} and "
+                f"validation={self.kept_back}."
+            )
+        return pool
 
     def _hide(self, label: Tensor) -> Tensor:
         if self.labels is None:
@@ -205,10 +217,14 @@ class FashionMNIST(L.LightningDataModule):
         return keep_labels(label, each, classes=CLASSES, seed=self.seed)
 
     def example_batch(self) -> dict[str, Tensor]:
-        """A batch of the right shapes without the files, enough to look at a recipe."""
-        blank = torch.zeros(self.batch_size, 1, SIDE, SIDE, dtype=torch.uint8)
-        label = torch.arange(self.batch_size) % CLASSES
-        return Pictures(blank, label).__getitems__(range(self.batch_size))
+        """A batch of the right shapes without the files, enough to look at a recipe.
+
+        Raises:
+            Refusal: for a pool that the original files do not hold, and a batch that the pool does not.
+        """
+        size = whole_batch(self.batch_size, self._pool(IMAGES, f"{self.source.title} has"))
+        blank = torch.zeros(size, 1, SIDE, SIDE, dtype=torch.uint8)
+        return Pictures(blank, torch.arange(size) % CLASSES).__getitems__(range(size))
 
     def fingerprint(self) -> str:
         """A hash of everything a training run on this data can see."""

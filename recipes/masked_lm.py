@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup
 
 from softs_lightning.pretrained import only_looking
+from softs_lightning.recipes.digits import whole_batch
 from softs_lightning.recipes.pretrained_lm import spread
 from softs_lightning.recipes.text import SourceFolder, load_tokenizer, minilm, minilm_folder, percent
 from softs_lightning.recipes.wikipedia import articles
@@ -50,7 +51,7 @@ class MaskedText(L.LightningDataModule):
         seed: the order of the batches, and what is masked in them.
 
     Raises:
-        ValueError: for a share or length out of range, for text that is too short, and for a tokenizer without a
+        ValueError: for a share, length or size out of range, for text that is too short, and for a tokenizer without a
             token to mask with.
     """
 
@@ -68,6 +69,8 @@ class MaskedText(L.LightningDataModule):
         super().__init__()
         if not 0 < share < 1:
             raise ValueError(f"share must lie between 0 and 1, got {share}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if max_length < 4:
             raise ValueError(
                 f"max_length={max_length}: a passage has 4 tokens at least, two of which are words"
@@ -90,8 +93,12 @@ class MaskedText(L.LightningDataModule):
         return hashlib.sha256(self.train.numpy().tobytes()).hexdigest()
 
     def example_batch(self) -> Batch:
-        """Two passages: enough to look at models, however large the batch is that they will be trained on."""
-        return self.masked(self.train[:2], seed=0)
+        """Two passages: enough to look at models, however large the batch is that they will be trained on.
+
+        Raises:
+            Refusal: for a batch that the training text does not hold.
+        """
+        return self.masked(self.train[: min(2, whole_batch(self.batch_size, len(self.train)))], seed=0)
 
     def masked(self, ids: Tensor, *, seed: int) -> Batch:
         """A batch of these rows `(batch, tokens)`, masked as a generator of that seed says."""

@@ -181,7 +181,6 @@ class TextClassifier(L.LightningModule):
         layers: which of the encoder's layers it starts with; by default all.
         shape: instead, a new encoder of the teacher's type with random weights: what differs from the
             teacher's config, `{"num_hidden_layers": 2}`.
-        random: take the shape that `layers` gives, and random weights.
         encoder: a name or folder of a pretrained encoder; by default MiniLM.
         freeze_embeddings: leave the token embeddings as they come.
         lr: the highest learning rate of AdamW's cycle.
@@ -202,7 +201,6 @@ class TextClassifier(L.LightningModule):
         *,
         layers: Sequence[int] | None = None,
         shape: Mapping[str, Any] | None = None,
-        random: bool = False,
         encoder: str | None = None,
         freeze_embeddings: bool = False,
         lr: float = 1e-4,
@@ -211,8 +209,8 @@ class TextClassifier(L.LightningModule):
         restarts_by: Unit = "step",
     ) -> None:
         super().__init__()
-        if shape is not None and (layers is not None or random):
-            raise ValueError("shape makes a new encoder: leave layers and random out")
+        if shape is not None and layers is not None:
+            raise ValueError("shape makes a new encoder: leave layers out")
         if restarts_by not in ("step", "epoch") or any(a >= b for a, b in pairwise((0, *restarts))):
             raise ValueError(
                 f"restarts must rise from 1, by step or epoch, got {list(restarts)} by {restarts_by!r}"
@@ -222,8 +220,8 @@ class TextClassifier(L.LightningModule):
         made = minilm("eager") if encoder is None else _encoder(encoder)
         if layers is not None:
             made = from_teacher(made, layers=list(layers))
-        if shape is not None or random:
-            config = {**made.config.to_dict(), **(shape or {})}
+        if shape is not None:
+            config = {**made.config.to_dict(), **shape}
             made = cast(Any, AutoModel).from_config(
                 AutoConfig.for_model(**config), attn_implementation="eager"
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +25,9 @@ DEFAULT_RECIPE = "digits"  # as conf/distill.yaml says
 
 CHOICE = re.compile(r"\+?[\w/]+(@[\w.]+)?=")
 """An argument that chooses from a group; options of the top level look alike, and do no harm."""
+
+CLOSE = 0.6
+"""How alike two names are, of 1, when the one may be meant by the other; as in `nearest`."""
 
 # A command that only looks writes no folder and no log.
 WRITE_NOTHING = (
@@ -225,34 +230,82 @@ def _plainly(error: Exception, arguments: list[str]) -> str:
     return text.partition("\nConfig search path:")[0]
 
 
-ARM = re.compile(r"(\+{0,2}|~)arms\.([^=]*)(?:=(.*))?", re.DOTALL)
+PLAIN = r"[\w-]+"
+"""The arms' names that are keys as they are."""
+
+ARM = re.compile(
+    r"""['"]?(?P<sign>\+{0,2}|~)['"]?(?P<where>arms[.\[](?P<path>[^=]*))(?:=(?P<value>.*))?""", re.DOTALL
+)
 
 
 def _arm_named(error: str, arguments: list[str]) -> str | None:
-    """What to write instead, where an error is about an arm that has more than letters and digits in its name."""
+    """What to write instead, where an error is about an arm that is misspelt, or cannot be spelt like that."""
     for argument in arguments:
-        found = ARM.fullmatch(argument)
-        if found is None or f"arms.{found[2]}" not in error:
+        found = ARM.fullmatch(re.sub(r"""^(['"])(.*)\1$""", r"\2", argument, flags=re.DOTALL))
+        if found is None or found["where"] not in error:
             continue
-        for name in sorted(_arms(arguments), key=len, reverse=True):
-            words = r"[\W_]+".join(re.findall(r"[^\W_]+", name))
-            inside = re.fullmatch(rf"\W*{words}\W*?(?:\.(\w.*))?", found[2])
-            if inside is None or re.fullmatch(r"[\w-]+", name):
-                continue
-            keys = inside[1].split(".") if inside[1] else []
-            said = f"Hydra takes no key with the name of the arm {name!r} in it. "
-            if not fits_braces(name):
-                return f"{said}Copy the recipe: softs-distill recipes copy"
-            if found[1] == "~" or not keys or any(key.isdigit() for key in keys):
-                return (
-                    f"{said}Settings of it can be changed: {in_braces(name, '{...: ...}')}. To leave it out, or to change "
-                    "an element of a list, copy the recipe: softs-distill recipes copy"
-                )
-            value = f"{keys[-1]}: {found[3]}"
-            for key in reversed(keys[:-1]):
-                value = f"{key}: {{{value}}}"
-            return f"{said}Write: {in_braces(name, f'{{{value}}}')}"
+        sign, path, value = found.group("sign", "path", "value")
+        names = _arms(arguments)
+        first = path.partition(".")[0]
+        if first in names and re.fullmatch(PLAIN, first):
+            continue  # Hydra takes this name as it is: something behind it is wrong
+        if (spelt := _arm_spelt(path, names)) is not None:
+            return _in_its_place(*spelt, sign, value)
+        said, name, keys = _nearest_arm(path, names)
+        if name is not None:
+            return f"{said} {_in_its_place(name, keys, sign, value)}"
+        if names and not re.fullmatch(r"[\w.-]*", path, re.ASCII):
+            return f"{said} A new arm, or one with such a name, is written {in_braces('NAME', '{...: ...}')}"
     return None
+
+
+def _arm_spelt(path: str, names: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The arm whose words a path begins with, and the keys behind it; none for what Hydra can take as it is."""
+    for name in sorted(names, key=len, reverse=True):
+        words = r"[\W_]+".join(re.findall(r"[^\W_]+", name))
+        inside = re.fullmatch(rf"\W*{words}\W*?(?:\.(\w.*))?", path)
+        if inside is not None and not re.fullmatch(PLAIN, name):
+            return name, inside[1].split(".") if inside[1] else []
+    return None
+
+
+def _nearest_arm(path: str, names: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """A sentence about a path that begins with no arm, the arm that it most likely means and the keys behind it."""
+
+    def alike(start: str, name: str) -> float:
+        one, other = (" ".join(re.findall(r"[^\W_]+", text)).lower() for text in (start, name))
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    parts = path.split(".")
+    starts = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    ratio, start, name = max(
+        ((alike(start, name), start, name) for start in starts for name in names), default=(0.0, parts[0], "")
+    )
+    given = re.sub(r"^\W+|\W+$", "", start if ratio >= CLOSE else parts[0]) or path
+    if ratio < CLOSE:
+        return f"This recipe has no arm {given!r}. {nearest(given, names)}", None, []
+    said = f"This recipe has no arm {given!r}. Did you mean {name}?"
+    return said, name, [key for key in path[len(start) :].split(".") if key]
+
+
+def _in_its_place(name: str, keys: Sequence[str], sign: str, value: str | None) -> str:
+    """How an arm is written on the command line."""
+    listed = any(key.isdigit() for key in keys)
+    if re.fullmatch(PLAIN, name):
+        argument = f"{sign if listed or sign == '~' else '++'}{'.'.join(('arms', name, *keys))}"
+        return f"Write: {shlex.quote(argument if value is None else f'{argument}={value}')}"
+    said = f"Hydra takes no key with the name of the arm {name!r} in it. "
+    if not fits_braces(name):
+        return f"{said}Copy the recipe: softs-distill recipes copy"
+    if sign == "~" or not keys or listed:
+        return (
+            f"{said}Settings of it can be changed: {in_braces(name, '{...: ...}')}. To leave it out, or to change "
+            "an element of a list, copy the recipe: softs-distill recipes copy"
+        )
+    inner = f"{keys[-1]}: {value}"
+    for key in reversed(keys[:-1]):
+        inner = f"{key}: {{{inner}}}"
+    return f"{said}Write: {in_braces(name, f'{{{inner}}}')}"
 
 
 def _arms(arguments: list[str]) -> list[str]:

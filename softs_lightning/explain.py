@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, Refusal, arms, build
+from softs_lightning.names import called
 from softs_lightning.outline import outline
 from softs_lightning.pairing import Pair
 from softs_lightning.pretrained import Pretrained, without_weights
@@ -264,20 +265,15 @@ def _explained(recipe: DictConfig) -> Iterator[str]:
 
 
 def _headline(pair: Pair) -> str:
-    loss = (
-        type(pair.loss).__name__
-        if isinstance(pair.loss, nn.Module)
-        else getattr(pair.loss, "__name__", "loss")
-    )
     match pair.projector:
         case None:
             projector = "no projector"
         case str(kind):
             projector = f"projector {kind}"
         case module:
-            projector = f"projector {getattr(module, '__name__', type(module).__name__)}"
+            projector = f"projector {called(module)}"
     weight = f"{pair.weight:g}" if isinstance(pair.weight, (int, float)) else repr(pair.weight)
-    return f"pair {pair.name}: {loss}, weight {weight}, {projector}"
+    return f"pair {pair.name}: {called(pair.loss)}, weight {weight}, {projector}"
 
 
 def _columns(theirs: Sequence[Selected], ours: Sequence[Selected]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What holds of module names everywhere: wrappers, fragments, near misses.
+"""What holds of names everywhere: wrappers, fragments, near misses, and what a function goes by.
 
 A module's name is its key in ``model.named_modules()``. A wrapper (``DistributedDataParallel``,
 ``torch.compile``, FSDP, activation checkpointing) puts a component of its own into the names of what
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 __all__ = [
     "WRAPPERS",
     "UnknownModuleError",
+    "called",
     "class_names",
     "has_fragment",
     "nearest",
@@ -31,6 +34,25 @@ class UnknownModuleError(KeyError):
 
     def __str__(self) -> str:  # KeyError prints its message quoted, on one line
         return str(self.args[0])
+
+
+def called(made: Any) -> str:
+    """What a loss or a projector goes by: a module or an object by its class, a function by its name.
+
+    The function inside a ``functools.partial``, or inside what has a ``__wrapped__``, is what counts, however deep.
+
+    >>> called(nn.MSELoss()), called(partial(nn.functional.huber_loss, delta=2.0))
+    ('MSELoss', 'huber_loss')
+    """
+    seen: list[Any] = []  # what wraps itself ends the search
+    while not isinstance(made, nn.Module) and not any(made is one for one in seen):
+        seen.append(made)
+        if isinstance(made, partial) and "__name__" not in vars(made):
+            made = made.func
+        elif not isinstance(made, (partial, type)):
+            made = getattr(made, "__wrapped__", made)
+    own = type(made).__name__
+    return own if isinstance(made, nn.Module) else str(getattr(made, "__name__", own))
 
 
 def strip_wrappers(name: str) -> str:

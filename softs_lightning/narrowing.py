@@ -35,12 +35,13 @@ INTERMEDIATE_NAMES = (
 LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 ROTATED = ("llama", "mistral", "qwen2", "qwen3")
-SELECTED = ("bert", "roberta", "xlm-roberta", "camembert")
+SELECTED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 
 READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 WRITERS = ("o_proj", "down_proj")
-HEADS_OUT = re.compile(r"attention\.self\.(query|key|value)\.(weight|bias)$")
-HEADS_IN = re.compile(r"attention\.output\.dense\.weight$")
+HEADS_OUT = re.compile(r"attention\.(self\.(query|key|value)|[qkv]_lin)\.(weight|bias)$")
+HEADS_IN = re.compile(r"attention\.(output\.dense|out_lin)\.weight$")
+VALUES = re.compile(r"attention\.(self\.value|v_lin)\.weight$")
 
 
 def narrow_intermediate(model: PreTrainedModel, width: int) -> PreTrainedModel:
@@ -101,7 +102,7 @@ def narrow_hidden(
     embeddings and output projections, each counted alike. The head is untied from the embeddings, since γ of
     the last norm moves into it.
 
-    *BERT-like* (``bert``, ``roberta``, ``xlm-roberta``, ``camembert``): the `width` coordinates whose weights, over
+    *BERT-like* (``bert``, ``roberta``, ``xlm-roberta``, ``camembert``, ``distilbert``): the `width` coordinates whose weights, over
     all matrices of equal size, are largest; of each layer the ``width / head size`` heads whose value and output
     weights are largest.
 
@@ -251,10 +252,11 @@ def _selected(model: PreTrainedModel, width: int) -> PreTrainedModel:
                 squares = weight.square().sum(1 - dim)
                 importance += squares / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)
     kept = importance.topk(width).indices.sort().values
-    rows = {
-        layer: _heads(model, layer, size, width // size)
-        for layer in {_layer(name) for name in changed if HEADS_IN.search(name)}
-    }
+    values, outputs = (
+        {_layer(name): model.get_parameter(name) for name in changed if pattern.search(name)}
+        for pattern in (VALUES, HEADS_IN)
+    )
+    rows = {layer: _heads(values[layer], outputs[layer], size, width // size) for layer in outputs}
     return _filled(
         model,
         config,
@@ -269,10 +271,9 @@ def _of_heads(name: str, dim: int) -> bool:
     return bool((dim == 0 and HEADS_OUT.search(name)) or (dim == 1 and HEADS_IN.search(name)))
 
 
-def _heads(model: PreTrainedModel, layer: str, size: int, count: int) -> Tensor:
+def _heads(value: Tensor, output: Tensor, size: int, count: int) -> Tensor:
     """The rows of the heads of one layer whose value and output weights are largest."""
-    value = model.get_parameter(f"{layer}.attention.self.value.weight").detach().double().cpu()
-    output = model.get_parameter(f"{layer}.attention.output.dense.weight").detach().double().cpu()
+    value, output = (weight.detach().double().cpu() for weight in (value, output))
     each = len(value) // size
     score = value.view(each, size, -1).norm(dim=(1, 2)) * output.view(-1, each, size).norm(dim=(0, 2))
     heads: Tensor = score.topk(count).indices.sort().values

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from softs_lightning.names import called
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.projectors import PROJECTORS, ProjectorFactory
 from softs_lightning.schedules import Constant, Schedule, as_schedule
@@ -143,7 +144,7 @@ class Pair:
                     )
                 )
                 raise ValueError(
-                    f"pair {self.name!r}: the loss {type(self.loss).__name__} has no attribute {attribute!r} that could "
+                    f"pair {self.name!r}: the loss {called(self.loss)} has no attribute {attribute!r} that could "
                     f"follow a schedule; it has {has or 'none'}"
                 )
         self._validate_projector()
@@ -155,7 +156,7 @@ class Pair:
         if not isinstance(self.mask, bool) and "mask" not in _optional_arguments(self.loss):
             raise ValueError(
                 f"pair {self.name!r}: mask={self.mask!r} was given, and the loss "
-                f"{getattr(self.loss, '__name__', type(self.loss).__name__)} has no argument 'mask' that would get it: "
+                f"{called(self.loss)} has no argument 'mask' that would get it: "
                 "use one that has, such as those of softs_lightning.losses, or leave mask out"
             )
         self._validate_averages()
@@ -233,13 +234,8 @@ class Pair:
         return self.projector is not None and not isinstance(self.projector, nn.Module)
 
     def __repr__(self) -> str:
-        loss = (
-            type(self.loss).__name__
-            if isinstance(self.loss, nn.Module)
-            else getattr(self.loss, "__name__", "loss")
-        )
         weight = f"{self.weight:g}" if isinstance(self.weight, (int, float)) else repr(self.weight)
-        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {loss}, weight={weight})"
+        return f"Pair({self.name!r}: {self.student} → {self.teacher}, {called(self.loss)}, weight={weight})"
 
 
 class BoundPair(nn.Module):

@@ -125,8 +125,9 @@ def from_teacher(
         intermediate: width of the feed-forward layers: the most important of their neurons are kept, see
             :func:`softs_lightning.narrowing.narrow_intermediate`.
         hidden: width of the residual stream, where a narrower start is defined: a shared projection for
-            Llama-like models, the most important coordinates and heads for BERT-like ones, see
-            :func:`softs_lightning.narrowing.narrow_hidden`.
+            ``llama``, ``mistral``, ``qwen2`` and ``qwen3``, with their head; the most important coordinates and
+            heads for ``bert``, ``roberta``, ``xlm-roberta``, ``camembert`` and ``distilbert``; no other
+            ``model_type``. See :func:`softs_lightning.narrowing.narrow_hidden`.
         inputs: batches of keyword arguments on which `hidden` finds what matters, for Llama-like models.
 
     Returns:

@@ -32,7 +32,7 @@ FLAGS = (
 PAGE = """<!DOCTYPE html><meta charset="utf-8">{frames}<pre id="found"></pre><script>{check}</script>"""
 FRAME = """<iframe style="border:0;width:{width}px;height:1000px" srcdoc="{page}"></iframe>"""
 
-CHECK = """
+CHECK = r"""
 const look = frame => {
   const view = frame.contentWindow, page = view.document, width = view.innerWidth;
   page.querySelectorAll("details").forEach(one => one.open = true);
@@ -49,14 +49,37 @@ const look = frame => {
     if (seen.size < 8) say("empty image", image);
     if (image.getBoundingClientRect().width < 100) say("tiny image", image);
   }
+  // What is wider than a box that scrolls can be reached all the same, as long as the box itself is whole.
+  const scroller = one => one.closest("main *") &&
+    (["auto", "scroll"].includes(view.getComputedStyle(one).overflowX) ? one : scroller(one.parentElement));
+  for (const one of page.querySelectorAll("th, td")) {
+    for (const style of [one, ...one.children].flatMap(part => [null, "::before"].map(p => view.getComputedStyle(part, p))))
+      if (style.overflowWrap !== "normal" || !["normal", "keep-all"].includes(style.wordBreak)) {
+        say("words may be split", one); break;
+      }
+  }
   const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
   for (let node; node = texts.nextNode();) {
     if (!node.data.trim() || view.getComputedStyle(node.parentElement).display === "none") continue;
     const range = page.createRange();
+    if (node.parentElement.closest("th, td")) {
+      for (const word of node.data.matchAll(/[^\s-]+/g)) {
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+        if (lines.size > 1) { say("a broken word, " + word[0] + ", in", node); break; }
+      }
+    }
     range.selectNodeContents(node);
-    for (const box of range.getClientRects()) {
+    const inside = scroller(node.parentElement);
+    for (let box of range.getClientRects()) {
+      if (inside) {
+        const around = inside.getBoundingClientRect(), from = around.left - inside.scrollLeft;
+        if (box.left < from - 0.5 || box.right > from + inside.scrollWidth + 1) { say("cut text", node); break; }
+        if (box.right > around.right) box = around;
+      }
       if (box.right > width + 0.5 || box.left < -0.5) { say("text outside the page", node); break; }
-      for (let one = node.parentElement; one !== page.body; one = one.parentElement) {
+      for (let one = inside || node.parentElement; one !== page.body; one = one.parentElement) {
         const around = one.getBoundingClientRect(), shown = view.getComputedStyle(one).display;
         if (shown !== "inline" && shown !== "contents" && box.width && box.right > around.right + 1) {
           say("text outside its box", node); break;
@@ -65,7 +88,10 @@ const look = frame => {
     }
   }
   for (const one of page.querySelectorAll("main *"))
-    if (one.clientWidth && one.scrollWidth > one.clientWidth + 1) say("cut", one);
+    if (one.clientWidth && one.scrollWidth > one.clientWidth + 1 && scroller(one) !== one) {
+      // A box in one that scrolls shows what is wider than itself, unless it cuts it off.
+      if (!scroller(one) || view.getComputedStyle(one).overflowX !== "visible") say("cut", one);
+    }
   const ink = view.getComputedStyle(page.body);
   return {
     problems, width, images: images.length, ink: ink.color, background: ink.backgroundColor,

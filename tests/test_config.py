@@ -240,6 +240,16 @@ LIST = "To leave it out, or to change an element of a list, copy the recipe"
         ("arms.scores_and_states.trainer.max_steps=5", "scores and states", STEPS),
         ("arms.alone, twice the steps.trainer.max_steps=5", "alone, twice the steps", STEPS),
         ("arms.alone_twice_the_steps.trainer.max_steps=5", "alone, twice the steps", STEPS),
+        ("arms[scores and states].trainer.max_steps=5", "scores and states", STEPS),
+        ('"arms.scores and states".trainer.max_steps=5', "scores and states", STEPS),
+        ("'arms.[scores and states].trainer.max_steps=5'", "scores and states", STEPS),
+        ("arms.Scores And States.trainer.max_steps=5", "scores and states", STEPS),
+        ("arms.scores and statez.trainer.max_steps=5", "scores and states", STEPS),
+        ("++arms.scores and stats.trainer.max_steps=5", "scores and states", STEPS),
+        ("arms.score_and_states.trainer.max_steps=5", "scores and states", STEPS),
+        ("arms.alone, twice as many steps.trainer.max_steps=5", "alone, twice the steps", STEPS),
+        ("arms.on polcy.pairs.0.weight=2", "on policy", None),
+        ("~arms.on polcy", "on policy", None),
         ("arms.on policy.pairs.0.weight=2", "on policy", None),
         ("~arms.on policy", "on policy", None),
     ],
@@ -263,6 +273,26 @@ def test_how_an_arm_is_named_on_the_command_line_is_said_and_works(
         key: node for key, node in before[name].items() if key != "trainer"
     }
     assert all(after[other] == before[other] for other in before if other != name)
+
+
+def test_a_misspelt_arm_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        Refusal, match=r"no arm 'scores and statez'\. Did you mean scores and states\? Hydra takes no key"
+    ):
+        composed("recipe=causal-lm-pretrained", "arms.scores and statez.trainer.max_steps=4")
+    with pytest.raises(Refusal, match=r"no arm 'sores'\. Did you mean scores\?") as raised:
+        composed("recipe=causal-lm", "arms.sores.trainer.max_steps=4")
+    (written,) = shlex.split(str(raised.value).partition("Write: ")[2])
+    assert composed("recipe=causal-lm", written).arms.scores.trainer.max_steps == 4
+    with pytest.raises(Refusal, match=r"no arm 'no such thing'\. There are: .*scores and states.*'\+\+arms="):
+        composed("recipe=causal-lm", "arms.no such thing.trainer.max_steps=4")
+
+
+def test_what_is_wrong_behind_an_arm_is_not_blamed_on_it() -> None:
+    with pytest.raises(Refusal, match=r"no option 'arms\.scores\.pars'. Did you mean arms\.scores\.pairs"):
+        composed("recipe=causal-lm-pretrained", "arms.scores.pars=4")
+    with pytest.raises(Refusal, match="quoted twice"):
+        composed("recipe=causal-lm-pretrained", "arms.scores.pairs.0.teacher=outputs[a")
 
 
 def test_an_arm_is_not_doubled_by_another_spelling() -> None:

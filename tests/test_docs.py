@@ -20,8 +20,8 @@ from tests.test_config import composed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / ".docs"
-MADE = {"results.md"}
-PARTS = {"situations_table.md"}
+MADE = {"results_tables.md"}  # by the build
+PARTS = {"situations_table.md", *MADE}
 
 
 def page(name: str) -> str:
@@ -61,15 +61,25 @@ def test_every_message_in_the_table_of_errors_is_one_of_ours() -> None:
 def test_links_between_pages_lead_somewhere() -> None:
     for file in PAGES.glob("*.md"):
         for target in re.findall(r"\]\(([\w/]+\.md)", file.read_text(encoding="utf-8")):
-            assert target in MADE or (PAGES / target).is_file(), f"{file.name} links to {target}"
+            assert target not in MADE, f"{file.name} links to {target}, which a checkout does not have"
+            assert (PAGES / target).is_file(), f"{file.name} links to {target}"
 
 
 def test_every_page_is_in_the_contents() -> None:
     listed = set(re.findall(r"^([\w/]+)$", page("index.md"), re.MULTILINE))
-    there = {file.stem for file in PAGES.glob("*.md") if file.name not in PARTS} | {
-        Path(name).stem for name in MADE
-    }
+    there = {file.stem for file in PAGES.glob("*.md") if file.name not in PARTS}
     assert there - {"index"} == listed - {"api/index"}
+
+
+def test_what_pages_include_is_there_or_made_by_the_build() -> None:
+    text = "".join(file.read_text(encoding="utf-8") for file in PAGES.glob("*.md"))
+    included = set(re.findall(r"^```\{include\} (.+)$", text, re.MULTILINE))
+    assert included == PARTS
+    assert all((PAGES / name).is_file() for name in PARTS - MADE)
+    builds = page("conf.py")
+    assert all(f'(HERE / "{name}").write_text(' in builds for name in MADE)
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {line.removeprefix(".docs/") for line in ignored if line.startswith(".docs/")} == MADE
 
 
 def test_every_module_of_the_api_pages_exists() -> None:
@@ -107,7 +117,7 @@ def test_the_results_page_holds_what_the_runs_wrote(pages: ModuleType, tmp_path:
     }
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "own.json").write_text(json.dumps(node))
-    text = pages.results_page(tmp_path)
+    text = pages.results_tables(tmp_path)
     assert "## own\n\n```bash\nsofts-distill recipe=own\n```" in text
     found = Result.from_json(json.dumps(node))
     assert all(f"| {' | '.join(row)} |" in text for row in found.rows())
@@ -122,9 +132,9 @@ def test_the_readmes_results_are_those_of_the_runs(pages: ModuleType) -> None:
 
 
 def test_every_committed_result_makes_a_section(pages: ModuleType) -> None:
-    text = pages.results_page(ROOT / "recipes")
+    text = pages.results_tables(ROOT / "recipes")
     for file in (ROOT / "recipes" / "results").glob("*.json"):
-        assert f"\n## {file.stem}\n" in text
+        assert f"## {file.stem}" in text.splitlines()
 
 
 def _commands(name: str) -> list[list[str]]:

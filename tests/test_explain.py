@@ -162,6 +162,12 @@ def test_losses_that_read_heads_are_tried_without_weights() -> None:
         explain_recipe(composed("recipe=causal-lm", "arms=null", "student.shape.vocab_size=600"))
 
 
+def test_a_pair_is_headed_by_the_name_of_its_function() -> None:
+    huber = "_target_: torch.nn.functional.huber_loss, _partial_: true"
+    text = explain_recipe(composed(f"pairs.0.loss={{{huber}, delta: 2.0}}"))
+    assert "pair scores: huber_loss, weight" in text
+
+
 def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
     text = explain_recipe(
         composed(
@@ -182,6 +188,26 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
         ("pairs.0.student='outputs[net]'", "student: DigitsStudent has no module named 'net'.*'network'"),
         ("pairs.0.teacher='outputs[early#3]'", "teacher: .*#3"),
         ("data.batch_size=200000", "the training data holds not one batch"),
+        *(
+            (f"{data} data.batch_size=1000000", "the training data holds not one batch")
+            for data in (
+                "recipe=fashion-features",
+                "recipe=cross-architecture +scale=paper",
+                "recipe=distilbert-init",
+            )
+        ),
+        (
+            "recipe=fashion-features data.images=900 data.batch_size=901",
+            "batch_size=901, and 900 to train on",
+        ),
+        (
+            "recipe=fashion-features data.images=null data.validation=59990 data.batch_size=11",
+            "and 10 to train",
+        ),
+        (
+            "recipe=fashion-features data.images=60000",
+            "has 60,000 images to train on, too few for images=60000",
+        ),
         ("data.labels=7", "data .*labels=7: give a multiple of ten"),
         ("~callbacks.distill", "None of the recipe's callbacks distils"),
         ("+student.depth=3", "student .*'depth'"),
@@ -194,7 +220,7 @@ def test_a_scheduled_weight_and_a_selector_are_shown_as_they_are() -> None:
 )
 def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
-        examine(composed(override))
+        examine(composed(*override.split()))
 
 
 def test_the_sentence_teacher_stops_behind_its_fourth_layer() -> None:

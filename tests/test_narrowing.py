@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DistilBertConfig, DistilBertForMaskedLM
 
-from softs_lightning import from_teacher
+from softs_lightning import from_teacher, narrowing
 from softs_lightning.narrowing import narrow_hidden, narrow_intermediate
 from tests.architectures import ARCHITECTURES, built
 
@@ -171,6 +173,87 @@ def test_bert_keeps_the_same_coordinates_everywhere_and_whole_heads(tmp_path: Pa
     loaded = type(student).from_pretrained(tmp_path, attn_implementation="eager")
     batch = ARCHITECTURES["bert"].batch()
     assert torch.equal(logits(loaded, **batch), logits(student, **batch))
+
+
+def _distilbert(weights: dict[str, Tensor], tokens: Tensor, heads: int, depth: int) -> Tensor:
+    """The scores of DistilBERT under its head for masked words, written out (Sanh et al., 2019, arXiv:1910.01108)."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        spread = x.var(-1, correction=0, keepdim=True)
+        plain = (x - x.mean(-1, keepdim=True)) / (spread + 1e-12).sqrt()
+        return plain * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+    words = weights["distilbert.embeddings.word_embeddings.weight"]
+    places = weights["distilbert.embeddings.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(words[tokens] + places, "distilbert.embeddings.LayerNorm")
+    for layer in (f"distilbert.transformer.layer.{n}" for n in range(depth)):
+        query, key, value = (
+            linear(x, f"{layer}.attention.{part}_lin").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part in "qkv"
+        )
+        attended = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
+        x = norm(
+            linear(attended.transpose(1, 2).flatten(2), f"{layer}.attention.out_lin") + x,
+            f"{layer}.sa_layer_norm",
+        )
+        inner = linear(gelu(linear(x, f"{layer}.ffn.lin1")), f"{layer}.ffn.lin2")
+        x = norm(inner + x, f"{layer}.output_layer_norm")
+    x = norm(gelu(linear(x, "vocab_transform")), "vocab_layer_norm")
+    return x @ words.T + weights["vocab_projector.bias"]
+
+
+def test_a_narrower_distilbert_computes_with_the_weights_that_were_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=40, dim=16, n_heads=4, n_layers=2, hidden_dim=24, max_position_embeddings=12
+    )
+    teacher: Any = DistilBertForMaskedLM(config).double()
+    kept, rows = [0, 2, 3, 5, 8, 9, 13, 15], ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
+    with torch.no_grad():  # which coordinates and heads weigh more is known, and all else is of one size
+        for name, value in teacher.named_parameters():
+            value.copy_(torch.randn_like(value))
+            if value.ndim == 2 and value.shape[1] == 16 and "out_lin" not in name:
+                value[:, kept] *= 3
+            if value.ndim == 2 and len(value) == 16 and not re.search("[qkv]_lin", name):
+                value[kept] *= 3
+            for layer, of_heads in enumerate(rows):
+                if f"layer.{layer}.attention.v_lin.weight" in name:
+                    value[of_heads] *= 10
+    weights = {name: value.clone() for name, value in teacher.state_dict().items()}
+    tokens = torch.randint(40, (3, 7))
+    torch.testing.assert_close(logits(teacher, input_ids=tokens), _distilbert(weights, tokens, 4, 2))
+    for name, value in weights.items():
+        layer = int(name.split(".")[3]) if "transformer.layer" in name else 0
+        if "attention" in name:
+            outward = "out_lin" in name
+            value = value[kept if outward else rows[layer]]
+            weights[name] = value[:, rows[layer] if outward else kept] if value.ndim == 2 else value
+        else:
+            value = value[kept] if len(value) == 16 else value
+            weights[name] = value[:, kept] if value.ndim == 2 and value.shape[1] == 16 else value
+    student = from_teacher(teacher, hidden=8)
+    torch.testing.assert_close(logits(student, input_ids=tokens), _distilbert(weights, tokens, 2, 2))
+    assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
+    student.save_pretrained(tmp_path)
+    loaded = type(student).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == student.state_dict().keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in student.state_dict().items())
+
+
+def test_the_pages_name_the_models_whose_width_can_be_reduced() -> None:
+    known = {*narrowing.ROTATED, *narrowing.SELECTED}
+    page = (Path(__file__).parent.parent / ".docs" / "lightning.md").read_text(encoding="utf-8")
+    sentence = " ".join(page.split()).partition("`hidden=` narrows")[2].partition("Any other is refused")[0]
+    assert set(re.findall("`([a-z0-9-]+)`", sentence)) == known
+    for function in (from_teacher, narrow_hidden):
+        assert function.__doc__ is not None
+        assert known <= set(re.findall("``([a-z0-9-]+)``", function.__doc__))
 
 
 def test_tied_embeddings_of_a_narrower_bert_stay_tied() -> None:

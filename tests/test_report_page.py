@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from softs_lightning.report.similarity import LayerMap
 from softs_lightning.report.timing import PHASES
 from tests.chromium import look
 
-WIDTHS = (400, 1400)
+WIDTHS = (400, 1100, 1400)
 
 
 def result(*, arms: int, measures: int) -> Result:
@@ -81,13 +82,17 @@ def test_a_report_is_whole_at_both_widths(tmp_path: Path, arms: int, measures: i
 
 
 def test_a_comparison_is_whole_at_every_width(tmp_path: Path) -> None:
-    (tmp_path / "multirun.yaml").write_text("hydra: {overrides: {task: ['student.width=16,32']}}\n")
-    for number, width in enumerate((16, 32)):
+    teachers = ("outputs[encoder.layer.3.attention.output.dense]", "outputs[head]")
+    task = ["student.width=16,32", "pairs.0.teacher=" + ",".join(f"'{one}'" for one in teachers)]
+    (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": {"overrides": {"task": task}}}))
+    for number, (width, teacher) in enumerate(zip((16, 32), teachers, strict=True)):
         write_run(tmp_path / str(number), result(arms=3, measures=1))
         (tmp_path / str(number) / ".hydra").mkdir()
-        (tmp_path / str(number) / ".hydra" / "overrides.yaml").write_text(f"- student.width={width}\n")
+        (tmp_path / str(number) / ".hydra" / "overrides.yaml").write_text(
+            f"- student.width={width}\n- pairs.0.teacher={teacher}\n"
+        )
     write_comparison(tmp_path)
-    for seen in look((tmp_path / "comparison.html").read_text(), *WIDTHS, 800):
+    for seen in look((tmp_path / "comparison.html").read_text(), *WIDTHS, 950, 800):
         assert seen["problems"] == []
         assert (seen["images"], seen["tables"]) == (2, [6])
 
@@ -107,6 +112,25 @@ def test_the_check_notices_what_is_wrong(tmp_path: Path) -> None:
     (seen,) = look(document("t", [wide, hidden, picture(broken, "x"), table(("", "a"), [("r", "1")])]), 400)
     said = "\n".join(seen["problems"])
     assert all(what in said for what in ("the page is", "text outside", "cut", "broken image"))
+
+
+def test_the_check_notices_a_word_that_is_split_or_cut_in_a_table() -> None:
+    cells = table(("student", "distilled"), [("alone", "incomprehensibilities")])
+    (seen,) = look(document("t", [cells]), 1100)
+    assert seen["problems"] == []
+    narrow = "<style>table { width: 60px; table-layout: fixed } @@</style>"
+    for style, what in (
+        (
+            "main * { overflow-wrap: anywhere }",
+            ("a broken word, incomprehensibilities", "words may be split"),
+        ),
+        ("main * { word-break: break-all }", ("a broken word, incomprehensibilities", "words may be split")),
+        (".scroll { overflow: hidden !important; width: 60px }", ("cut",)),
+        ("td { overflow: hidden }", ("cut",)),
+    ):
+        (seen,) = look(document("t", [narrow.replace("@@", style), cells]), 1100)
+        said = "\n".join(seen["problems"])
+        assert all(part in said for part in what), (style, said)
 
 
 def test_what_is_written_into_a_page_is_text() -> None:

@@ -58,6 +58,8 @@ def paragraph(text: str, kind: str = "") -> str:
 def table(header: Sequence[str], rows: Sequence[Row], kinds: Sequence[Sequence[str]] = ()) -> str:
     """A table whose first column names the row; on a narrow page every row is a card of its own.
 
+    Lines break between words only: a table that is wider than the page all the same can be moved in its box.
+
     Args:
         header: one text a column.
         rows: of the same length.
@@ -68,7 +70,7 @@ def table(header: Sequence[str], rows: Sequence[Row], kinds: Sequence[Sequence[s
         f'<th class="text">{escape(cell)}</th>' if text else f"<th>{escape(cell)}</th>"
         for cell, text in zip(header, left, strict=True)
     ]
-    lines = ["<table>", "<thead><tr>", *heads, "</tr></thead>"]
+    lines = ['<div class="scroll"><table>', "<thead><tr>", *heads, "</tr></thead>"]
     lines.append("<tbody>")
     for number, row in enumerate(rows):
         marks = kinds[number] if kinds else [""] * len(row)
@@ -77,7 +79,7 @@ def table(header: Sequence[str], rows: Sequence[Row], kinds: Sequence[Sequence[s
             attribute = f' class="{mark}"' if mark else ""
             cells.append(f'<td data-label="{escape(label)}"{attribute}><span>{escape(cell)}</span></td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join([*lines, "</tbody>", "</table>"])
+    return "\n".join([*lines, "</tbody>", "</table></div>"])
 
 
 def picture(file: Path, caption: str) -> str:

@@ -26,12 +26,12 @@ p { margin: .5rem 0; max-width: 75ch; }
 .verdict.unclear { border-color: var(--unclear); }
 .good b, td.good { color: var(--good); }
 .unclear b, td.unclear { color: var(--unclear); }
-table { border-collapse: collapse; margin: .6rem 0; max-width: 100%; font-variant-numeric: tabular-nums;
-  overflow-wrap: break-word; }
+.scroll { overflow-x: auto; margin: .6rem 0; }
+table { border-collapse: collapse; max-width: 100%; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .9rem; vertical-align: bottom; }
 tbody th { color: var(--ink); font-size: 1rem; vertical-align: top; }
-th.text, td.text { text-align: left; overflow-wrap: anywhere; }
+th.text, td.text { text-align: left; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 .figures.wide { grid-template-columns: repeat(auto-fill, minmax(min(100%, 540px), 1fr)); }
@@ -52,10 +52,10 @@ dt { color: var(--soft); } dd { margin: 0; }
   thead { display: none; }
   tr { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .7rem; margin: .5rem 0; }
   td, th, th:first-child, td:first-child { border: 0; padding: .12rem 0; text-align: left; }
-  td, td.text { display: flex; justify-content: space-between; gap: 1rem; text-align: right; }
-  td span { min-width: 0; overflow-wrap: anywhere; }
+  td, td.text { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 1rem; text-align: right; }
+  td span { min-width: 0; max-width: 100%; overflow-x: auto; }
   td::before { content: attr(data-label); color: var(--soft); text-align: left; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .4rem; }
 }
-@media print { body { background: #fff; color: #000; } figure, tr { break-inside: avoid; } }
+@media print { body { background: #fff; color: #000; } .scroll { overflow: visible; } figure, tr { break-inside: avoid; } }
 """.strip()

@@ -106,6 +106,12 @@ def test_batches_number_their_images(folder: Path) -> None:
     }
 
 
+def test_a_batch_that_is_looked_at_may_be_the_whole_pool_and_no_more() -> None:
+    assert len(FashionMNIST(images=30, batch_size=30).example_batch()["image"]) == 30
+    with pytest.raises(Refusal, match="not one batch"):
+        FashionMNIST(images=30, batch_size=31).example_batch()
+
+
 def test_the_judge_is_the_accuracy_on_the_test_images(folder: Path, digits: tuple[Tensor, Tensor]) -> None:
     torch.manual_seed(0)
     model = FashionMixer().eval()

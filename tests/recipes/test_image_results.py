@@ -125,6 +125,12 @@ def test_cifars_files_are_read_and_split(folder: Path) -> None:
     assert {k: v.shape for k, v in data.example_batch().items()} == {k: v.shape for k, v in batch.items()}
 
 
+def test_a_batch_that_is_looked_at_may_be_the_whole_pool_and_no_more() -> None:
+    assert len(CIFAR100(validation=49_970, batch_size=30).example_batch()["image"]) == 30
+    with pytest.raises(Refusal, match="not one batch"):
+        CIFAR100(validation=49_970, batch_size=31).example_batch()
+
+
 def test_augmented_images_are_moved_or_mirrored(folder: Path) -> None:
     plain, changed = (
         CIFAR100(folder=str(folder), validation=0, augment=augment, workers=0) for augment in (False, True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from softs_lightning.callback import DistillationCallback
-from softs_lightning.config import arms, build, check
+from softs_lightning.config import Refusal, arms, build, check
 from softs_lightning.experiment import run_recipe
 from softs_lightning.explain import build_callbacks
 from softs_lightning.recipes.masked_lm import MaskedLanguageModel, MaskedText, guesses, minilm_with_a_head
@@ -125,6 +125,19 @@ def test_a_text_of_ones_own_is_read_by_lines(tmp_path: Path) -> None:
         MaskedText(text=str(file), max_length=13)
 
 
+def test_what_is_looked_at_is_a_batch_that_an_epoch_may_hold(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("\n".join(f"document {i} tells of cats and dogs" for i in range(40)))
+    own = MaskedText(text=str(file), max_length=12)
+    for size, rows in ((len(own.train), 2), (1, 1)):
+        own.batch_size = size
+        assert len(own.example_batch()["input_ids"]) == rows
+    own.batch_size = len(own.train) + 1
+    assert list(own.train_dataloader()) == []
+    with pytest.raises(Refusal, match="the training data holds not one batch"):
+        own.example_batch()
+
+
 # -- what is masked --------------------------------------------------------------------------------
 
 
@@ -170,6 +183,7 @@ def test_the_seed_alone_says_what_is_masked(data: MaskedText) -> None:
         ({"share": 0.0}, "between 0 and 1"),
         ({"share": 1.0}, "between 0 and 1"),
         ({"max_length": 3}, "4 tokens at least"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
