@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.forgetting import faking
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.sharding import is_sharded
@@ -134,15 +135,13 @@ def rehearse(
             )  # imports sympy, which no training needs
 
             # With an environment of shapes, a number that is read off a tensor for a log is no error.
-            mode = FakeTensorMode(
-                allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True)
-            )
+            mode = stack.enter_context(faking(shape_env=ShapeEnv(assume_static_by_default=True)))
             twin = _fake_twin(student, shared, mode, trainer).train()
             batch = map_tensors(partial(mode.from_tensor, static_shapes=True), copy.deepcopy(batch))
             stack.enter_context(mode)
         elif trainer is not None and is_sharded(student):
             # Too large to be gathered, and its own forward would leave traces: sizes are all that is wanted.
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = stack.enter_context(faking())
             twin = _fake_twin(student, shared, mode, trainer).train()
             batch = map_tensors(mode.from_tensor, batch)
             stack.enter_context(mode)

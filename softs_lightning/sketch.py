@@ -25,8 +25,8 @@ __all__ = ["Sketch"]
 class Sketch:
     """A student that is looked at.
 
-    Its step runs on a copy, and what functions cached by ``functools`` keep of it is forgotten. A tensor that it puts
-    into a dict outside of the module stays there, without values.
+    Its step runs on a copy, and what functions, classes and modules keep of it is forgotten, see
+    :func:`softs_lightning.forgetting.forgetting`.
 
     Args:
         make: makes it. Called once more where what was made on the meta device will not do.
@@ -54,7 +54,7 @@ class Sketch:
             self.module = make()
             return
         try:
-            with torch.device("meta"), warnings.catch_warnings():
+            with forgetting(), torch.device("meta"), warnings.catch_warnings():
                 # A checkpoint that is loaded into it: shapes are compared, and no values are wanted.
                 warnings.filterwarnings("ignore", message=".*which is a no-op")
                 self.module = make()
@@ -69,8 +69,7 @@ class Sketch:
         """
         while not self._computing:
             try:
-                with forgetting():
-                    return rehearse(self.module, batch, spec, computing=False)
+                return rehearse(self.module, batch, spec, computing=False)
             except Exception as error:
                 if self._has_weights:
                     self.ran, self._computing = _said(error), True
