@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import sys
 import warnings
 from collections import deque
@@ -52,6 +53,8 @@ def forgetting() -> Iterator[None]:
     it was before. Not searched are what torch, Lightning and transformers keep themselves, installed packages that do
     not import torch, and what is inside of containers of more than 100,000 objects.
 
+    Meanwhile torch's own log on what fake tensors cannot do is silent: whoever scans says why a scan failed.
+
     Warns:
         UserWarning: for what keeps such a tensor and cannot be set back.
 
@@ -67,9 +70,16 @@ def forgetting() -> Iterator[None]:
     """
     known: dict[int, Any] = {}
     places = [_Place(name, root, known) for name, root in _roots()]
+    logger = logging.getLogger(FakeTensor.__module__)
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(nothing)
     try:
         yield
     finally:
+        logger.removeFilter(nothing)
         for cache in _caches(known.values()):
             if _is_empty(gc.get_referents(cache)):
                 cache.cache_clear()
@@ -249,7 +259,9 @@ def _restore(holder: Any, before: Any) -> None:
 
 def _caches(known: Iterable[Any]) -> list[Any]:
     """The caches of functions, those that no garbage collection visits included where modules or classes have them."""
-    found = {id(each): each for each in (*gc.get_objects(), *known) if type(each) is _REMEMBERS}
+    # One list after the other: a list that is open as all objects are listed would hold itself, and them, for long.
+    found = {id(each): each for each in gc.get_objects() if type(each) is _REMEMBERS}
+    found.update((id(each), each) for each in known if type(each) is _REMEMBERS)
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             found.update((id(each), each) for each in list(vars(module).values()) if type(each) is _REMEMBERS)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 
 from softs_lightning.catcher import Capture
 from softs_lightning.dryrun import rehearse
@@ -31,6 +31,7 @@ class Sketch:
     Args:
         make: makes it. Called once more where what was made on the meta device will not do.
         computing: make it with its weights and run its step for real, without trying anything else first.
+        trainer: whose precision, device and batch hooks apply, and which the student has; none by default.
 
     Attributes:
         module: the student, perhaps on the meta device.
@@ -44,8 +45,11 @@ class Sketch:
     ([3, 2], device(type='meta'), None, None)
     """
 
-    def __init__(self, make: Callable[[], LightningModule], *, computing: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], LightningModule], *, computing: bool = False, trainer: Trainer | None = None
+    ) -> None:
         self._make = make
+        self._trainer = trainer
         self._computing = computing
         self._has_weights = computing
         self.made: str | None = None
@@ -69,13 +73,13 @@ class Sketch:
         """
         while not self._computing:
             try:
-                return rehearse(self.module, batch, spec, computing=False)
+                return rehearse(self.module, batch, spec, trainer=self._trainer, computing=False)
             except Exception as error:
                 if self._has_weights:
                     self.ran, self._computing = _said(error), True
                 else:
                     self._make_weights(error)
-        return rehearse(self.module, batch, spec)
+        return rehearse(self.module, batch, spec, trainer=self._trainer)
 
     def _make_weights(self, error: Exception) -> None:
         self.made, self._has_weights = _said(error), True

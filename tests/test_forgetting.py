@@ -7,7 +7,7 @@ import functools
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -248,3 +248,12 @@ def test_a_cached_object_without_values_is_forgotten_also_after_an_error() -> No
     with pytest.raises(KeyError), forgetting(), torch.device("meta"):
         raise KeyError(made())
     assert torch.equal(copy.copy(made()).mask, torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_what_is_being_made_around_it_is_let_go_of() -> None:
+    def each() -> Iterator[int]:
+        for number in range(20):
+            with forgetting():
+                yield number
+
+    assert tuple(each()) == tuple(range(20))  # which Python makes larger on its way, if nobody else holds it
