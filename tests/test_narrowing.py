@@ -173,6 +173,19 @@ def test_bert_keeps_the_same_coordinates_everywhere_and_whole_heads(tmp_path: Pa
     assert torch.equal(logits(loaded, **batch), logits(student, **batch))
 
 
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+@pytest.mark.parametrize("name", ["llama", "bert", "roberta"])
+def test_without_weights_a_student_of_the_same_shapes_is_cut(name: str) -> None:
+    with torch.device("meta"):
+        sketched = from_teacher(built(name), hidden=8, intermediate=12)
+    real = from_teacher(built(name), hidden=8, intermediate=12)
+    assert {n: p.shape for n, p in sketched.named_parameters()} == {
+        n: p.shape for n, p in real.named_parameters()
+    }
+    assert all(parameter.is_meta for parameter in sketched.parameters())
+    assert not any(parameter.is_meta for parameter in real.parameters())
+
+
 def test_tied_embeddings_of_a_narrower_bert_stay_tied() -> None:
     teacher = built("roberta")
     student = from_teacher(teacher, hidden=8, layers=[0, 2], intermediate=12)
