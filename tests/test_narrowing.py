@@ -176,9 +176,11 @@ def test_bert_keeps_the_same_coordinates_everywhere_and_whole_heads(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:.*which is a no-op")
 @pytest.mark.parametrize("name", ["llama", "bert", "roberta"])
 def test_without_weights_a_student_of_the_same_shapes_is_cut(name: str) -> None:
+    teacher = built(name)
     with torch.device("meta"):
-        sketched = from_teacher(built(name), hidden=8, intermediate=12)
-    real = from_teacher(built(name), hidden=8, intermediate=12)
+        empty = type(teacher)(teacher.config)
+    sketched = from_teacher(empty, hidden=8, intermediate=12)
+    real = from_teacher(teacher, hidden=8, intermediate=12)
     assert {n: p.shape for n, p in sketched.named_parameters()} == {
         n: p.shape for n, p in real.named_parameters()
     }
