@@ -35,7 +35,7 @@ def trainer_of(recipe: DictConfig, data: L.LightningDataModule) -> L.Trainer:
 
     Args:
         recipe: as composed and checked.
-        data: set up; what the trainer says of its loaders.
+        data: which gets the trainer, and whose loaders the trainer knows once it is set up.
 
     Raises:
         Refusal: for settings that the trainer does not take.

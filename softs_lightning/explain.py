@@ -108,8 +108,8 @@ def examine(recipe: DictConfig, *, computing: bool = True) -> Examination:
         Refusal: for whatever in the recipe does not fit teacher, student or data.
     """
     data: L.LightningDataModule = build(recipe.data, "data")
-    batch = _batch(data)
     trainer = trainer_of(recipe, data)
+    batch = _batch(data)
     with explaining("student, as it is made"), leaving_untrained():
         student = Sketch(
             lambda: prepare(build(recipe.student, "student"), trainer), computing=computing, trainer=trainer

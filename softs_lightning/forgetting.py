@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -41,7 +41,7 @@ _LIBRARIES = sys.stdlib_module_names | {
 _WITH_DICTS = {"_thread", "argparse", "collections", "types", "weakref"}
 """Modules of the standard library whose objects hold what a user puts in."""
 _MANY = 100_000  # objects in a container: data, which a step does not write into
-_FAR = 10_000  # objects behind one
+_FAR = 50_000  # objects behind one that are looked at
 
 
 @contextmanager
@@ -111,11 +111,11 @@ def _roots() -> Iterator[tuple[str, Any]]:
         of = name.partition(".")[0]
         if not _is_library(name) and (of in with_torch or not _is_installed(module)):
             yield f"the module {name}", vars(module)
-    todo, seen = list(nn.Module.__subclasses__()), set()
+    todo, seen = list(nn.Module.__subclasses__()), set[int]()
     while todo:
         each = todo.pop()
-        if each not in seen:
-            seen.add(each)
+        if id(each) not in seen:
+            seen.add(id(each))
             todo += each.__subclasses__()
             if not _is_library(each.__module__):
                 yield f"the class {each.__qualname__}", each
@@ -159,31 +159,33 @@ class _Place:
         todo = [self.root]
         while todo:
             each = todo.pop()
-            if id(each) in self.known or isinstance(each, (ModuleType, Tensor, str, bytes, int, float)):
+            if id(each) in self.known or _is(each, ModuleType, Tensor, str, bytes, int, float):
                 continue
             self.known[id(each)] = each
             todo += self._inside(each)
 
     def _inside(self, each: Any) -> list[Any]:
-        if isinstance(each, type):
+        if _is(each, type):
             return [] if _is_library(each.__module__) else self._keep(each)
-        if isinstance(each, FunctionType):
+        if _is(each, FunctionType):
             if _is_library(each.__module__):
                 return []
             return [*(each.__closure__ or ()), each.__defaults__, vars(each)]
-        if isinstance(each, (staticmethod, classmethod)) or type(each) is _REMEMBERS:
+        if _is(each, staticmethod, classmethod) or type(each) is _REMEMBERS:
             return [each.__wrapped__]
-        if isinstance(each, property):
+        if _is(each, property):
             return [each.fget]
-        if isinstance(each, tuple):
-            return list(each)
-        found = self._keep(each) if isinstance(each, (dict, list, set, deque, CellType)) else []
-        origin = type(each).__module__
-        if origin in _WITH_DICTS or not _is_library(origin):
-            found = [*found, getattr(each, "__dict__", None)]
+        if _is(each, tuple):
+            return list(tuple.__iter__(each))
+        origin = str(type(each).__module__)
         of = origin.partition(".")[0]
+        opens = _is(each, dict, list, set, deque, CellType)
+        found = self._keep(each) if opens else []
+        if origin in _WITH_DICTS or of not in _LIBRARIES:
+            with suppress(Exception):  # an object may answer for another, which is not there
+                found = [*found, object.__getattribute__(each, "__dict__")]
         elsewhere = of in _LIBRARIES and of not in sys.stdlib_module_names
-        if not elsewhere and gc.is_tracked(each) and not isinstance(each, (dict, list, set, deque, CellType)):
+        if not (elsewhere or opens) and gc.is_tracked(each):
             self.closed.append((each, _is_empty(each)))
         return found
 
@@ -207,15 +209,26 @@ class _Place:
 
 
 def _values(holder: Any) -> Any:
-    """What a holder holds, as a dict or a list of its own."""
-    if isinstance(holder, CellType):
+    """What a holder holds, as a dict or a list of its own; code of a subclass is not asked."""
+    if _is(holder, CellType):
         try:
             return [holder.cell_contents]
         except ValueError:  # a variable that has none yet
             return []
-    if isinstance(holder, type):
+    if _is(holder, type):
         return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
-    return dict(holder) if isinstance(holder, dict) else list(holder)
+    if _is(holder, dict):
+        return dict(dict.items(holder))
+    return list(_kind(holder).__iter__(holder))
+
+
+def _kind(holder: Any) -> Any:
+    return next(kind for kind in (list, set, deque) if _is(holder, kind))
+
+
+def _is(each: Any, *kinds: type) -> bool:
+    """As isinstance, which asks proxies what they stand for: that may be gone, or be imported for it."""
+    return issubclass(type(each), kinds)
 
 
 def _news(holder: Any, before: Any) -> list[Any]:
@@ -236,25 +249,26 @@ def _restore(holder: Any, before: Any) -> None:
     """Modules that were imported meanwhile stay: they would not be put into a variable once more."""
     now = _values(holder)
     if isinstance(now, dict):
-        kept = {name for name, value in now.items() if isinstance(value, ModuleType)}
+        kept = {name for name, value in now.items() if _is(value, ModuleType)}
         for name in now.keys() - before.keys() - kept:
-            type.__delattr__(holder, name) if isinstance(holder, type) else dict.__delitem__(holder, name)
+            type.__delattr__(holder, name) if _is(holder, type) else dict.__delitem__(holder, name)
         for name, value in before.items():
             if name in now and (now[name] is value or name in kept):
                 continue
-            if isinstance(holder, type):
+            if _is(holder, type):
                 type.__setattr__(holder, name, value)
             else:
                 dict.__setitem__(holder, name, value)
     elif len(now) != len(before) or not all(map(_is_same, now, before)):
-        if isinstance(holder, CellType):
+        if _is(holder, CellType):
             if before:
                 holder.cell_contents = before[0]
             else:
                 del holder.cell_contents
         else:
-            holder.clear()
-            (holder.update if isinstance(holder, set) else holder.extend)(before)
+            kind = _kind(holder)
+            kind.clear(holder)
+            (kind.update if kind is set else kind.extend)(holder, before)
 
 
 def _caches(known: Iterable[Any]) -> list[Any]:
@@ -265,20 +279,26 @@ def _caches(known: Iterable[Any]) -> list[Any]:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             found.update((id(each), each) for each in list(vars(module).values()) if type(each) is _REMEMBERS)
-    return list(found.values())
+    return [each for each in found.values() if _of(each) not in sys.stdlib_module_names]
+
+
+def _of(cache: Any) -> str:
+    return str(getattr(cache, "__module__", "")).partition(".")[0]
 
 
 def _is_empty(value: Any) -> bool:
     """Whether something is, or holds, a tensor without values."""
     todo, seen = [value], dict[int, Any]()
-    while todo and len(seen) < _FAR:
+    for _ in range(_FAR):
+        if not todo:
+            break
         each = todo.pop()
-        if isinstance(each, Tensor):
-            if isinstance(each, FakeTensor) or each.is_meta:
+        if _is(each, Tensor):
+            if _is(each, FakeTensor) or each.is_meta:
                 return True
-        elif isinstance(each, FunctionType):  # its variables are looked at where they are
+        elif _is(each, FunctionType):  # its variables are looked at where they are
             todo += [*(each.__closure__ or ()), each.__defaults__]
-        elif not isinstance(each, (ModuleType, type, str, bytes, int, float)) and id(each) not in seen:
+        elif not _is(each, ModuleType, type, str, bytes, int, float) and id(each) not in seen:
             seen[id(each)] = each
             todo += gc.get_referents(each)
     return False

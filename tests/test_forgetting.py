@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -257,3 +258,38 @@ def test_what_is_being_made_around_it_is_let_go_of() -> None:
                 yield number
 
     assert tuple(each()) == tuple(range(20))  # which Python makes larger on its way, if nobody else holds it
+
+
+class Odd(type):
+    """Classes that are equal to nothing and have no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(cls, other: object) -> bool:
+        raise TypeError("not to be compared")
+
+
+class Stubborn(dict[str, Any], metaclass=Odd):
+    """A dict that lets nobody in."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("not to be read")
+
+    keys = items = values = clear = update = __iter__  # type: ignore[assignment]
+
+    @property
+    def __class__(self) -> Any:
+        raise ReferenceError("what it stands for is gone")
+
+
+STUBBORN = Stubborn()
+GONE = weakref.proxy(Kept())
+
+
+def test_objects_that_answer_for_others_are_not_asked() -> None:
+    with pytest.raises(ReferenceError):
+        isinstance(GONE, Kept)
+    with faking() as mode, mode:
+        dict.__setitem__(STUBBORN, "mask", torch.ones(2))
+        MASKS["lower"][0] = torch.ones(2)
+    assert len(STUBBORN) == len(MASKS["lower"]) == 0
