@@ -7,10 +7,10 @@ and logs, the random state, and the order in which a loader shuffles stay as the
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from softs_lightning.catcher import Capture, ModelIOCatcher
+from softs_lightning.forgetting import faking
 from softs_lightning.pairing import Pair
 from softs_lightning.product import ProductSpec, describe
 from softs_lightning.sharding import is_sharded
@@ -134,15 +135,13 @@ def rehearse(
             )  # imports sympy, which no training needs
 
             # With an environment of shapes, a number that is read off a tensor for a log is no error.
-            mode = FakeTensorMode(
-                allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True)
-            )
+            mode = stack.enter_context(faking(shape_env=ShapeEnv(assume_static_by_default=True)))
             twin = _fake_twin(student, shared, mode, trainer).train()
-            batch = map_tensors(partial(mode.from_tensor, static_shapes=True), copy.deepcopy(batch))
+            batch = map_tensors(functools.partial(mode.from_tensor, static_shapes=True), copy.deepcopy(batch))
             stack.enter_context(mode)
         elif trainer is not None and is_sharded(student):
             # Too large to be gathered, and its own forward would leave traces: sizes are all that is wanted.
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = stack.enter_context(faking())
             twin = _fake_twin(student, shared, mode, trainer).train()
             batch = map_tensors(mode.from_tensor, batch)
             stack.enter_context(mode)
@@ -281,12 +280,16 @@ def _silence(twin: LightningModule) -> None:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     twin.__dict__.update(log=ignore, log_dict=ignore)
-    if not twin.automatic_optimization and twin._trainer is not None:
-        optimizers, schedulers = _init_optimizers_and_lr_schedulers(twin)
-        plain = [config.scheduler for config in schedulers]
+    if twin._trainer is not None:
+        configured = functools.cache(lambda: _init_optimizers_and_lr_schedulers(twin))
+
+        def schedulers() -> Any:
+            plain = [config.scheduler for config in configured()[1]]
+            return _one_or_all(plain) if plain else None
+
         twin.__dict__.update(
-            optimizers=lambda use_pl_optimizer=True: _one_or_all(optimizers),
-            lr_schedulers=lambda: _one_or_all(plain) if plain else None,
+            optimizers=lambda use_pl_optimizer=True: _one_or_all(configured()[0]),
+            lr_schedulers=schedulers,
             manual_backward=backward,
             toggle_optimizer=ignore,
             untoggle_optimizer=ignore,

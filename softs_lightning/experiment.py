@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from softs_lightning.apart import NeedsFitError
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, DISTILLED, Failure, Refusal, arms, build
 from softs_lightning.ema import EMATeacher
@@ -34,6 +35,7 @@ from softs_lightning.report import Arm, Measure, Result, Stop, Timing, read_curv
 from softs_lightning.report.run import RESULTS, write_report
 from softs_lightning.stopwatch import Stopwatch
 from softs_lightning.teacher import Teacher
+from softs_lightning.trained import leaving_untrained
 
 __all__ = ["run_recipe"]
 
@@ -85,7 +87,7 @@ def run_recipe(
             _say(f"student {name}, seed {seed} ({position} of {len(trained) * len(seeds)})")
             keep = number == 1 and seed == seeds[0]
             watched: list[L.Callback] = []
-            if timed is None and plans[name]:
+            if timed is None and name != ALONE and distils(arm):
                 timed, watched = name, [watch]
             student, data = _train(arm, seed, name, directory, keep=keep, further=watched)
             scores.append(_scores(arm, student, data, teacher))
@@ -132,7 +134,13 @@ def _examine(recipe: DictConfig, arm: str) -> tuple[Plan, ...]:
         if not distils(recipe):
             _rehearse(recipe)
             return ()
-        plans = examine(recipe).plans
+        plans: tuple[Plan, ...] = ()
+        try:
+            plans = examine(recipe).plans
+        except NeedsFitError as error:
+            _say(
+                f"{error}\nSo what the distillation stops at is not known before the fit, which is tried now."
+            )
         _rehearse(recipe)
     except Refusal as refusal:
         raise refusal if arm == DISTILLED else Refusal(f"arms.{arm}: {refusal}") from None
@@ -150,7 +158,9 @@ def _rehearse(recipe: DictConfig) -> None:
     here = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     quick = {"fast_dev_run": 1, "logger": False, "enable_progress_bar": False}
     trainer: L.Trainer = build(recipe.trainer, "trainer", callbacks=callbacks, **quick, **here)
-    trainer.fit(build(recipe.student, "student"), datamodule=build(recipe.data, "data"))
+    with leaving_untrained():  # what it is cut from
+        student = build(recipe.student, "student")
+    trainer.fit(student, datamodule=build(recipe.data, "data"))
 
 
 def _teacher(recipe: DictConfig) -> nn.Module:

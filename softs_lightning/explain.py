@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from softs_lightning.apart import explaining, prepare, trainer_of
 from softs_lightning.callback import DistillationCallback
 from softs_lightning.config import ALONE, Refusal, arms, build
 from softs_lightning.names import called
@@ -25,7 +26,7 @@ from softs_lightning.selectors import resolve_module
 from softs_lightning.sketch import Sketch
 from softs_lightning.stages import Stage, stages, turns
 from softs_lightning.teacher import Cost, Teacher
-from softs_lightning.trained import TrainedTeacher
+from softs_lightning.trained import TrainedTeacher, leaving_untrained
 from softs_lightning.trial import try_loss
 
 __all__ = [
@@ -104,10 +105,16 @@ def examine(recipe: DictConfig, *, computing: bool = True) -> Examination:
             :class:`softs_lightning.sketch.Sketch`.
 
     Raises:
+        NeedsFitError: for what the student's own code raises, which has its trainer here and no fit.
         Refusal: for whatever in the recipe does not fit teacher, student or data.
     """
-    batch = _batch(recipe)
-    student = Sketch(lambda: build(recipe.student, "student"), computing=computing)
+    data: L.LightningDataModule = build(recipe.data, "data")
+    trainer = trainer_of(recipe, data)
+    batch = _batch(data)
+    with explaining("student, as it is made"), leaving_untrained():
+        student = Sketch(
+            lambda: prepare(build(recipe.student, "student"), trainer), computing=computing, trainer=trainer
+        )
     callbacks = build_callbacks(recipe)
     distilling = [callback for callback in callbacks if isinstance(callback, DistillationCallback)]
     if not distilling:
@@ -146,8 +153,7 @@ def leave_untrained(callback: DistillationCallback) -> None:
     callback.teacher.source = teacher.source.untrained
 
 
-def _batch(recipe: DictConfig) -> Any:
-    data: L.LightningDataModule = build(recipe.data, "data")
+def _batch(data: L.LightningDataModule) -> Any:
     if callable(example := getattr(data, "example_batch", None)):
         return example()  # of data that may not be on this machine
     data.prepare_data()
@@ -172,7 +178,8 @@ def _plan(callback: DistillationCallback, student: Sketch, batch: Any) -> Plan:
                 _selected(pair.teacher, values, seen.module) for pair, values in zip(pairs, its, strict=True)
             ]
         name, size = type(seen.module).__name__, parameters(seen.module)
-        captured = student.rehearse(batch, ProductSpec.union(pair.student for pair in pairs))
+        with explaining(f"{callback.name}, student's training step"), leaving_untrained():
+            captured = student.rehearse(batch, ProductSpec.union(pair.student for pair in pairs))
         with _refusing(f"{callback.name}, student"):
             mine = [captured.select(pair.student) for pair in pairs]
             ours = [

@@ -160,7 +160,7 @@ def _rotated(
     )
     student = _build(model, config)
     prefix = next(name for name, part in model.named_modules() if part is base) + "."
-    theirs = {name: value.detach().double().cpu() for name, value in model.state_dict().items()}
+    theirs = {name: value.detach().double().to(_place(model)) for name, value in model.state_dict().items()}
     filled = {}
     for name in student.state_dict():
         value = theirs[name]
@@ -176,7 +176,7 @@ def _rotated(
         elif part == "embed_tokens":
             value = value @ basis
         elif stem == "norm.weight" or part.endswith("_layernorm"):
-            value = torch.full((width,), (old / width) ** 0.5, dtype=value.dtype)
+            value = torch.full((width,), (old / width) ** 0.5, dtype=value.dtype, device=value.device)
         elif name == f"{_name_of(model, head)}.weight":
             value = (value * theirs[f"{prefix}norm.weight"]) @ basis
         filled[name] = value.to(model.dtype)
@@ -188,7 +188,8 @@ def _rotated(
 def _moments(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]] | None) -> Tensor:
     """Second moment of the residual stream's directions ``[hidden, hidden]``."""
     size = model.config.hidden_size
-    total = torch.zeros(size, size, dtype=torch.float64)
+    on = _place(model)
+    total = torch.zeros(size, size, dtype=torch.float64, device=on)
     if inputs is None:
         embeddings = model.get_input_embeddings()
         assert isinstance(embeddings, nn.Embedding)
@@ -198,7 +199,7 @@ def _moments(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]] | No
             for name, part in model.named_modules()
             if name.rpartition(".")[2] in WRITERS and isinstance(part, nn.Linear)
         ]
-        for weight in (weight.detach().double().cpu() for weight in written):
+        for weight in (weight.detach().double().to(on) for weight in written):
             moment = weight @ weight.T
             total += moment / moment.trace().clamp_min(torch.finfo(moment.dtype).tiny)
         return total
@@ -244,9 +245,10 @@ def _selected(model: PreTrainedModel, width: int) -> PreTrainedModel:
         raise ValueError(f"hidden={width} must be a multiple of the head size {size}, which heads keep")
     config = _with(model.config, hidden_size=width, num_attention_heads=width // size)
     changed = _changes(model, config)
-    importance = torch.zeros(old, dtype=torch.float64)
+    on = _place(model)
+    importance = torch.zeros(old, dtype=torch.float64, device=on)
     for name, dims in changed.items():
-        weight = model.get_parameter(name).detach().double().cpu()
+        weight = model.get_parameter(name).detach().double().to(on)
         for dim in dims:
             if weight.ndim == 2 and not _of_heads(name, dim):
                 squares = weight.square().sum(1 - dim)
@@ -256,7 +258,7 @@ def _selected(model: PreTrainedModel, width: int) -> PreTrainedModel:
         {_layer(name): model.get_parameter(name) for name in changed if pattern.search(name)}
         for pattern in (VALUES, HEADS_IN)
     )
-    rows = {layer: _heads(values[layer], outputs[layer], size, width // size) for layer in outputs}
+    rows = {layer: _heads(values[layer], outputs[layer], on, size, width // size) for layer in outputs}
     return _filled(
         model,
         config,
@@ -271,22 +273,27 @@ def _of_heads(name: str, dim: int) -> bool:
     return bool((dim == 0 and HEADS_OUT.search(name)) or (dim == 1 and HEADS_IN.search(name)))
 
 
-def _heads(value: Tensor, output: Tensor, size: int, count: int) -> Tensor:
+def _heads(value: Tensor, output: Tensor, on: str, size: int, count: int) -> Tensor:
     """The rows of the heads of one layer whose value and output weights are largest."""
-    value, output = (weight.detach().double().cpu() for weight in (value, output))
+    value, output = (weight.detach().double().to(on) for weight in (value, output))
     each = len(value) // size
     score = value.view(each, size, -1).norm(dim=(1, 2)) * output.view(-1, each, size).norm(dim=(0, 2))
     heads: Tensor = score.topk(count).indices.sort().values
-    return (heads[:, None] * size + torch.arange(size)).flatten()
+    return (heads[:, None] * size + torch.arange(size, device=on)).flatten()
 
 
 # -- both -----------------------------------------------------------------------------------------
 
 
+def _place(model: PreTrainedModel) -> str:
+    """Where is computed what is kept; of weights without values, shapes are all there is."""
+    return "meta" if model.device.type == "meta" else "cpu"
+
+
 def _build(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
     """Another model of the class; what is drawn for its weights does not show in what is drawn later."""
     try:
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()), torch.device(_place(model)):
             return cast(PreTrainedModel, cast(Any, type(model))._from_config(config, dtype=model.dtype))
     except ValueError as error:
         raise ValueError(f"{type(model).__name__} cannot be built this narrow: {error}") from error

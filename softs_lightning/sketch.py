@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 
 from softs_lightning.catcher import Capture
 from softs_lightning.dryrun import rehearse
@@ -25,12 +25,13 @@ __all__ = ["Sketch"]
 class Sketch:
     """A student that is looked at.
 
-    Its step runs on a copy, and what functions cached by ``functools`` keep of it is forgotten. A tensor that it puts
-    into a dict outside of the module stays there, without values.
+    Its step runs on a copy, and what functions, classes and modules keep of it is forgotten, see
+    :func:`softs_lightning.forgetting.forgetting`.
 
     Args:
         make: makes it. Called once more where what was made on the meta device will not do.
         computing: make it with its weights and run its step for real, without trying anything else first.
+        trainer: whose precision, device and batch hooks apply, and which the student has; none by default.
 
     Attributes:
         module: the student, perhaps on the meta device.
@@ -44,8 +45,11 @@ class Sketch:
     ([3, 2], device(type='meta'), None, None)
     """
 
-    def __init__(self, make: Callable[[], LightningModule], *, computing: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], LightningModule], *, computing: bool = False, trainer: Trainer | None = None
+    ) -> None:
         self._make = make
+        self._trainer = trainer
         self._computing = computing
         self._has_weights = computing
         self.made: str | None = None
@@ -54,7 +58,7 @@ class Sketch:
             self.module = make()
             return
         try:
-            with torch.device("meta"), warnings.catch_warnings():
+            with forgetting(), torch.device("meta"), warnings.catch_warnings():
                 # A checkpoint that is loaded into it: shapes are compared, and no values are wanted.
                 warnings.filterwarnings("ignore", message=".*which is a no-op")
                 self.module = make()
@@ -69,14 +73,13 @@ class Sketch:
         """
         while not self._computing:
             try:
-                with forgetting():
-                    return rehearse(self.module, batch, spec, computing=False)
+                return rehearse(self.module, batch, spec, trainer=self._trainer, computing=False)
             except Exception as error:
                 if self._has_weights:
                     self.ran, self._computing = _said(error), True
                 else:
                     self._make_weights(error)
-        return rehearse(self.module, batch, spec)
+        return rehearse(self.module, batch, spec, trainer=self._trainer)
 
     def _make_weights(self, error: Exception) -> None:
         self.made, self._has_weights = _said(error), True

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +21,29 @@ from hydra.utils import get_class
 
 from softs_lightning.config import Refusal, build
 
-__all__ = ["TrainedTeacher", "cache_folder"]
+__all__ = ["TrainedTeacher", "cache_folder", "leaving_untrained"]
 
 log = logging.getLogger(__name__)
 
 Node = Mapping[str, Any]
+
+_untrained: ContextVar[bool] = ContextVar("untrained", default=False)
+
+
+@contextmanager
+def leaving_untrained() -> Iterator[None]:
+    """Inside, a :class:`TrainedTeacher` trains and reads nothing: what is cut from it is looked at only.
+
+    >>> module = {"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    >>> with leaving_untrained():
+    ...     TrainedTeacher(module, data={}, trainer={})().layer
+    Linear(in_features=32, out_features=2, bias=True)
+    """
+    before = _untrained.set(True)
+    try:
+        yield
+    finally:
+        _untrained.reset(before)
 
 
 def cache_folder() -> Path:
@@ -71,7 +90,10 @@ class TrainedTeacher:
         return cast(L.LightningModule, build(self.module, "teacher.module"))
 
     def __call__(self) -> L.LightningModule:
-        """The trained teacher."""
+        """The trained teacher; inside :func:`leaving_untrained` one with random weights."""
+        if _untrained.get():
+            with torch.random.fork_rng(devices=()):
+                return self.untrained().eval()
         # Whether the teacher was there or not must not show in what is drawn after it.
         with torch.random.fork_rng(devices=()):
             data = build(self.data, "teacher.data")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from softs_lightning.dryrun import twin_of
+from softs_lightning.forgetting import faking
 from softs_lightning.pairing import BoundPair, Pair
 from softs_lightning.transfer import iter_tensors, map_tensors
 
@@ -59,7 +60,7 @@ def try_loss(
     with ExitStack() as stack:
         stack.enter_context(isolate_rng(include_cuda=False))
         stack.enter_context(torch.no_grad())
-        mode = nullcontext() if small else FakeTensorMode(allow_non_fake_inputs=True)
+        mode = nullcontext() if small else stack.enter_context(faking())
         try:
             bound_to = [_with_weights(model, mode) if _lacks_weights(model) else model for model in models]
         except Exception as error:

@@ -127,6 +127,12 @@ def test_a_large_student_takes_no_memory() -> None:
     assert parameters(student.module) == 124_439_808
 
 
+def test_a_narrower_student_is_cut_without_weights() -> None:
+    text = explain_recipe(composed("recipe=minilm-task-agnostic", "arms=null", "data.news=false"))
+    assert text.endswith("Of the student's step nothing was computed, and no weights of it were made.")
+    assert text.count(", 192] float32") == 3
+
+
 class Guessing(DigitsStudent):
     """Its step looks at values, and so does its making."""
 

@@ -256,6 +256,21 @@ def test_the_pages_name_the_models_whose_width_can_be_reduced() -> None:
         assert known <= set(re.findall("``([a-z0-9-]+)``", function.__doc__))
 
 
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+@pytest.mark.parametrize("name", ["llama", "bert", "roberta"])
+def test_without_weights_a_student_of_the_same_shapes_is_cut(name: str) -> None:
+    teacher = built(name)
+    with torch.device("meta"):
+        empty = type(teacher)(teacher.config)
+    sketched = from_teacher(empty, hidden=8, intermediate=12)
+    real = from_teacher(teacher, hidden=8, intermediate=12)
+    assert {n: p.shape for n, p in sketched.named_parameters()} == {
+        n: p.shape for n, p in real.named_parameters()
+    }
+    assert all(parameter.is_meta for parameter in sketched.parameters())
+    assert not any(parameter.is_meta for parameter in real.parameters())
+
+
 def test_tied_embeddings_of_a_narrower_bert_stay_tied() -> None:
     teacher = built("roberta")
     student = from_teacher(teacher, hidden=8, layers=[0, 2], intermediate=12)

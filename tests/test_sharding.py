@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ class Picky(Sharded):
         return super().training_step(batch, batch_idx)
 
 
+class Remembering(Smooth):
+    """Makes a mask once for all steps, by a function that keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        @functools.lru_cache
+        def mask(size: int) -> Tensor:
+            return torch.ones(size)
+
+        self.mask = mask
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]) * self.mask(3), batch[1])
+
+
 def fit(student: L.LightningModule, *callbacks: L.Callback, resume: Any = None, **options: Any) -> L.Trainer:
     options["use_distributed_sampler"] = False
     options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
@@ -113,6 +130,15 @@ def test_a_dry_run_that_fails_on_shapes_alone_says_what_to_do() -> None:
         fit(Picky(), callback)
     given = Pair("outputs[1]", "outputs[net.1]", nn.MSELoss(), projector=nn.Linear(6, 8))
     fit(Picky(), DistillationCallback(make_teacher(), [given]))
+
+
+def test_what_a_function_remembers_of_a_dry_run_is_not_trained_with() -> None:
+    weights = []
+    for student in (Smooth(), Remembering()):
+        callback = DistillationCallback(make_teacher(), [pair()])
+        fit(student, callback, max_steps=2)
+        weights.append([parameter.full_tensor() for parameter in student.net.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
 
 
 def test_a_projector_takes_what_a_student_in_half_precision_gives() -> None:

@@ -78,6 +78,7 @@ def test_the_own_teacher_helps_the_own_student(followed: tuple[Path, dict[str, s
     (explained,) = (text for command, text in printed.items() if "explain" in command)
     assert "ViTForImageClassification" in explained
     assert "pair huber" in explained
+    assert "Found by a scan of the teacher: nothing of it was computed, and no weights of it" in explained
 
 
 def test_the_exported_student_scores_the_same_in_plain_transformers(
