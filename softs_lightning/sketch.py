@@ -25,8 +25,8 @@ __all__ = ["Sketch"]
 class Sketch:
     """A student that is looked at.
 
-    Its step runs on a copy, and what functions, classes and modules keep of it is forgotten, see
-    :func:`softs_lightning.forgetting.forgetting`.
+    Its step runs on a copy, and what functions, classes and modules keep of it is forgotten, as far as
+    :func:`softs_lightning.forgetting.forgetting` says.
 
     Args:
         make: makes it. Called once more where what was made on the meta device will not do.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -30,37 +26,12 @@ MASK: Tensor | None = None
 MASKS: dict[str, dict[int, Tensor]] = {"lower": {}}
 SEEN: list[Tensor] = []
 LAST: deque[Tensor] = deque(maxlen=2)
-BOX = SimpleNamespace(mask=None)
 
 
 class Kept:
     """An object of a module, with a place for a mask."""
 
     mask: Tensor | None = None
-
-
-class Slotted:
-    """One whose attributes are in no dict."""
-
-    __slots__ = ("mask",)
-    mask: Tensor
-
-
-KEPT, SLOTTED = Kept(), Slotted()
-
-
-def counter() -> Callable[[], Tensor]:
-    mask = None
-
-    def kept() -> Tensor:
-        nonlocal mask
-        mask = torch.ones(2) if mask is None else mask
-        return mask
-
-    return kept
-
-
-closed = counter()
 
 
 class Caching(L.LightningModule):
@@ -111,18 +82,6 @@ class Lists(Caching):
         return SEEN[0] * LAST[0]
 
 
-class Objects(Caching):
-    def mask(self) -> Tensor:
-        for box in (KEPT, BOX):
-            box.mask = torch.ones(2) if box.mask is None else box.mask
-        return torch.as_tensor(KEPT.mask * BOX.mask)
-
-
-class Closed(Caching):
-    def mask(self) -> Tensor:
-        return closed()
-
-
 class Making(Caching):
     """Makes it as it is made."""
 
@@ -131,7 +90,7 @@ class Making(Caching):
         super().mask()
 
 
-KINDS = [Caching, Variable, Nested, Lists, Objects, Closed, Making]
+KINDS = [Caching, Variable, Nested, Lists, Making]
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +99,8 @@ def fresh() -> None:
 
 
 def nothing_is_kept() -> None:
-    global MASK, closed
-    MASK = KEPT.mask = BOX.mask = None
-    closed = counter()
+    global MASK
+    MASK = None
     Caching.MASK, Caching.READY = None, False
     for container in (MASKS["lower"], SEEN, LAST):
         container.clear()
@@ -212,19 +170,6 @@ def test_what_holds_no_such_tensor_stays_and_so_do_imports() -> None:
     assert (SEEN, list(MASKS["lower"])) == ([], [1])
 
 
-def test_what_cannot_be_set_back_is_warned_about() -> None:
-    def keep() -> None:
-        with faking() as mode, mode:
-            SLOTTED.mask = torch.ones(2)
-
-    with pytest.warns(UserWarning, match=rf"the module {__name__} keeps a tensor .* in a Slotted"):
-        keep()
-    with warnings.catch_warnings():  # said once
-        warnings.simplefilter("error")
-        keep()
-    del SLOTTED.mask
-
-
 def test_a_loss_that_remembers_is_tried_without_a_trace() -> None:
     class Remembering(nn.Module):
         KEPT: ClassVar[dict[int, Tensor]] = {}
@@ -239,18 +184,6 @@ def test_a_loss_that_remembers_is_tried_without_a_trace() -> None:
     assert Remembering.KEPT == {}
 
 
-def test_a_cached_object_without_values_is_forgotten_also_after_an_error() -> None:
-    @functools.lru_cache
-    def made() -> Kept:
-        kept = Kept()
-        kept.mask = torch.ones(2)
-        return kept
-
-    with pytest.raises(KeyError), forgetting(), torch.device("meta"):
-        raise KeyError(made())
-    assert torch.equal(copy.copy(made()).mask, torch.ones(2))  # type: ignore[arg-type]
-
-
 def test_what_is_being_made_around_it_is_let_go_of() -> None:
     def each() -> Iterator[int]:
         for number in range(20):
@@ -260,29 +193,6 @@ def test_what_is_being_made_around_it_is_let_go_of() -> None:
     assert tuple(each()) == tuple(range(20))  # which Python makes larger on its way, if nobody else holds it
 
 
-class Odd(type):
-    """Classes that are equal to nothing and have no hash."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(cls, other: object) -> bool:
-        raise TypeError("not to be compared")
-
-
-class Stubborn(dict[str, Any], metaclass=Odd):
-    """A dict that lets nobody in."""
-
-    def __iter__(self) -> Any:
-        raise TypeError("not to be read")
-
-    keys = items = values = clear = update = __iter__  # type: ignore[assignment]
-
-    @property
-    def __class__(self) -> Any:
-        raise ReferenceError("what it stands for is gone")
-
-
-STUBBORN = Stubborn()
 GONE = weakref.proxy(Kept())
 
 
@@ -290,6 +200,5 @@ def test_objects_that_answer_for_others_are_not_asked() -> None:
     with pytest.raises(ReferenceError):
         isinstance(GONE, Kept)
     with faking() as mode, mode:
-        dict.__setitem__(STUBBORN, "mask", torch.ones(2))
         MASKS["lower"][0] = torch.ones(2)
-    assert len(STUBBORN) == len(MASKS["lower"]) == 0
+    assert MASKS["lower"] == {}
