@@ -136,6 +136,13 @@ def left(net) -> dict[str, object]:
     }
 
 
+def assert_same(after, before, said=""):
+    after["files"] = max(
+        after["files"], before["files"]
+    )  # garbage of earlier tests may have been closed meanwhile
+    assert after == before, said
+
+
 @pytest.fixture
 def net():
     torch.manual_seed(0)
@@ -171,7 +178,7 @@ def test_ctrl_c_in_a_block_ends_the_trace_even_if_the_model_catches_it(net):
             model.second.input + 0
             order.append("goes on")
     assert order == ["waits"]
-    assert left(net) == before
+    assert_same(left(net), before)
 
 
 def test_ctrl_c_on_the_way_into_the_statement(net, monkeypatch):
@@ -202,11 +209,7 @@ def interrupted(net, situation, at) -> tuple[bool, str]:
             situation(model, x)
     except KeyboardInterrupt:
         pass
-    after = left(net)
-    after["files"] = max(
-        after["files"], before["files"]
-    )  # garbage of earlier tests may have been closed meanwhile
-    assert after == before, f"Ctrl-C at instruction {at}, {interrupt.where}"
+    assert_same(left(net), before, f"Ctrl-C at instruction {at}, {interrupt.where}")
     return len(interrupt.met) < at, interrupt.where
 
 
