@@ -1,4 +1,4 @@
-"""What functions remember of a scan is forgotten: a mask that ``functools.lru_cache`` keeps would have no values later."""
+"""What is remembered of a scan is forgotten: a mask that a function or a class keeps would have no values later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def forgetting() -> Iterator[None]:
 
     Likewise the attributes of classes of layers, the variables of the Python modules that these are in, and the
     containers in both: where one holds such a tensor, all of it is set back. Not looked for is what torch, Lightning
-    and transformers keep themselves, and what is kept in closures and in attributes of other objects. Meanwhile torch's own log on what fake tensors cannot do is silent: whoever scans says why a scan failed.
+    and transformers keep themselves, and what is kept in closures and in attributes of other objects.
+
+    Meanwhile torch's own log on what fake tensors cannot do is silent: whoever scans says why a scan failed.
 
     >>> import torch
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +53,7 @@ def forgetting() -> Iterator[None]:
     >>> mask(2).sum()
     tensor(3.)
     """
-    before = [(space, _contents(space)) for space in _spaces()]
+    before = [_contents(space) for space in _spaces()]
     logger = logging.getLogger(FakeTensor.__module__)
     logger.addFilter(_nothing)
     try:
@@ -61,8 +63,8 @@ def forgetting() -> Iterator[None]:
         for found in gc.get_objects():
             if type(found) is _REMEMBERS and _holds_fakes(found, _DEPTH):
                 found.cache_clear()
-        for space, contents in before:
-            _set_back(space, contents)
+        for contents in before:
+            _set_back(contents)
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def _is(value: Any, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _set_back(space: Any, contents: list[tuple[Any, dict[Any, Any]]]) -> None:
+def _set_back(contents: list[tuple[Any, dict[Any, Any]]]) -> None:
     if not any(_is_empty(each, _DEPTH) for holder, items in contents for each in _news(holder, items)):
         return
     for holder, items in contents:

@@ -1,4 +1,4 @@
-"""What a scan leaves in classes, modules and closures, against what was there before it."""
+"""What a scan leaves in functions, classes and modules, against what was there before it."""
 
 from __future__ import annotations
 

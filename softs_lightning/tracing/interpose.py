@@ -121,9 +121,8 @@ class Interposed:
         """From now on, ``tensor.save()`` is `save` in functions that a block calls, too."""
         with _lock:
             _saving.add(self)
-            if (
-                "save" not in torch.Tensor.__dict__
-            ):  # a method of somebody else's, which `value.save()` then is
+            # Else it is a method of somebody else's, which `value.save()` then means.
+            if "save" not in torch.Tensor.__dict__:
                 torch.Tensor.save = save  # type: ignore[attr-defined]
 
     def remove(self) -> None:

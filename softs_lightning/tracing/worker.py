@@ -96,9 +96,8 @@ class Event:
             )
         for worker, before in self.given.items():
             assert worker.rows is not None
-            if worker.rows.changed(
-                self.views[worker], before, in_place=False
-            ):  # in a container, which is a copy
+            # Something else was put in a container, which is a copy.
+            if worker.rows.changed(self.views[worker], before, in_place=False):
                 self.writes.append((worker, self.views[worker]))
         if not self.writes:
             return
